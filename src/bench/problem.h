@@ -27,7 +27,7 @@ struct Shape : Dims {
   at::Device device = at::kCPU;
 };
 
-/// A piece of work and the least it costs.
+/// A task and the least it costs.
 struct Case {
   std::string op, variant;
   Cost cost;
@@ -64,7 +64,7 @@ class Problem {
     bridge::call(operation, params, shape_.device, context);
   }
 
-  /// One operation of libnsa as a piece of work.
+  /// One operation of libnsa as a task.
   template <class Params>
   Case operation(const char* op, Status (*function)(const Params&, const Context&), const Params& params) const {
     return {.op = op, .variant = "", .cost = costs_.of(op), .work = [=, this] { run(function, params); }, .staged = {}};

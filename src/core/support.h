@@ -9,7 +9,7 @@
 
 namespace nsa {
 
-/// Whether the CUDA backend can read tensors laid out like this: rows of 16-byte pieces. Unsupported names the tensor.
+/// Whether the CUDA backend can read tensors laid out like this: rows of 16-byte vectors. Unsupported names the tensor.
 Status supports_layout(const Call& call);
 
 /// The environment variable NSA_CUDA_DS_MIB in bytes, if it is set to a number.

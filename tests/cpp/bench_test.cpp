@@ -1,4 +1,4 @@
-// What the benchmark says of its pieces of work: costs against counts by loops, given selections, peers' times.
+// What the benchmark says of its tasks: costs against counts by loops, given selections, peers' times.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -191,7 +191,7 @@ TEST(SelectedDs, EveryElementHasAPlaceWhereItIsLookedFor) {
             for (int r = 2 * (lane % 4); r < std::min(queries, to - entry) * heads; r += 8)
               for (int word = 0; word < 2; ++word)
                 for (int half = 0; half < 2; ++half) {
-                  const std::int64_t at = ds.offset(heads, slice, entry, 0) + SelectedDs::stored_piece(lane) +
+                  const std::int64_t at = ds.offset(heads, slice, entry, 0) + SelectedDs::stored_vector(lane) +
                                           r / 8 * 8 * SelectedDs::kRow + word * 4 + half * 2;
                   const Element what{slice, entry + (r + half) / heads, (r + half) % heads, lane / 4 + 8 * word};
                   EXPECT_TRUE(stored.emplace(at, what).second);
@@ -206,7 +206,7 @@ TEST(SelectedDs, EveryElementHasAPlaceWhereItIsLookedFor) {
             for (int word = 0; word < 4; ++word)
               for (int half = 0; half < 2; ++half) {
                 const int head = row - query * heads;
-                const std::int64_t at = ds.offset(heads, slice, entry, head) + SelectedDs::loaded_piece(lane);
+                const std::int64_t at = ds.offset(heads, slice, entry, head) + SelectedDs::loaded_vector(lane);
                 const Element wanted{slice, entry, head + half, 2 * (lane % 4) + word / 2 + word % 2 * 8};
                 ASSERT_EQ(stored.at(at + word * 4 + half * 2), wanted);
               }

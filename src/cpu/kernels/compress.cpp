@@ -42,28 +42,28 @@ Buffer<float> second_layer(const Phi<In>& phi, std::int64_t set, std::int64_t ro
 template <class In>
 void forward(const CompressParams& p, const Context& context) {
   const Phi<In> phi(p);
-  const std::vector<Pieces> tasks = phi.tasks(phi.blocks_per_task(context));
+  const std::vector<BlockRanges> tasks = phi.tasks(phi.blocks_per_task(context));
   const auto out = [&](const BlockRun& run, std::int64_t block) {
     return rows_of<In>(p.out, run.s.batch, run.s.c_begin).at(block, run.head);
   };
   parallel_for(static_cast<std::int64_t>(tasks.size()), context, [&](std::int64_t task) {
-    const Pieces& pieces = tasks[static_cast<std::size_t>(task)];
+    const BlockRanges& ranges = tasks[static_cast<std::size_t>(task)];
     if (p.weights.kind == CompressionKind::kMean) {
       Buffer<float> sum(phi.dim);
-      for (const Piece& piece : pieces)
-        for (std::int64_t i = piece.begin; i < piece.begin + piece.count; ++i)
-          mean(phi, *piece.run, i, sum, out(*piece.run, i));
+      for (const BlockRange& range : ranges)
+        for (std::int64_t i = range.begin; i < range.begin + range.count; ++i)
+          mean(phi, *range.run, i, sum, out(*range.run, i));
       return;
     }
-    const std::int64_t set = phi.set_of(*pieces[0].run);
-    Buffer<float> y = phi.first_layer(pieces);
-    if (phi.mlp()) y = second_layer(phi, set, blocks_of(pieces), y);
+    const std::int64_t set = phi.set_of(*ranges[0].run);
+    Buffer<float> y = phi.first_layer(ranges);
+    if (phi.mlp()) y = second_layer(phi, set, blocks_of(ranges), y);
     const In* b2 = phi.bias(phi.w.b2, set);
     const float* row = y.data();
-    for (const Piece& piece : pieces)
-      for (std::int64_t i = piece.begin; i < piece.begin + piece.count; ++i, row += phi.dim_stride)
+    for (const BlockRange& range : ranges)
+      for (std::int64_t i = range.begin; i < range.begin + range.count; ++i, row += phi.dim_stride)
         for (std::int64_t c = 0; c < phi.dim; ++c)
-          from_float(row[c] + (b2 ? to_float(b2[c]) : 0.0f), out(*piece.run, i)[c]);
+          from_float(row[c] + (b2 ? to_float(b2[c]) : 0.0f), out(*range.run, i)[c]);
   });
   fill_unused_rows<In>(p.out, phi.runs.empty() ? 0 : phi.runs.back().s.c_begin + phi.runs.back().s.c_len);
 }

@@ -16,16 +16,16 @@ struct BlockRun {
   std::int64_t first = 0;  // number of its first block among all blocks of the call
 };
 
-/// Some of the blocks of a run, and all that one thread takes at a time: pieces with the same weights.
-struct Piece {
+/// Some of the blocks of a run; and a task, which one thread takes at a time: ranges with the same weights.
+struct BlockRange {
   const BlockRun* run;
   std::int64_t begin, count;
 };
-using Pieces = std::vector<Piece>;
+using BlockRanges = std::vector<BlockRange>;
 
-inline std::int64_t blocks_of(const Pieces& pieces) {
+inline std::int64_t blocks_of(const BlockRanges& ranges) {
   std::int64_t sum = 0;
-  for (const Piece& piece : pieces) sum += piece.count;
+  for (const BlockRange& range : ranges) sum += range.count;
   return sum;
 }
 
@@ -77,9 +77,9 @@ struct Phi {
     return rows_of<const In>(params.k, run.s.batch, run.s.k_begin).at(t, run.head);
   }
 
-  /// All blocks, in pieces of at most `most` blocks a task.
-  std::vector<Pieces> tasks(std::int64_t most) const {
-    std::vector<Pieces> result;
+  /// All blocks, in tasks of at most `most` blocks.
+  std::vector<BlockRanges> tasks(std::int64_t most) const {
+    std::vector<BlockRanges> result;
     for (std::int64_t set = 0; set < sets; ++set) {
       std::int64_t room = 0;
       for (const BlockRun& run : runs) {
@@ -102,11 +102,11 @@ struct Phi {
 
   /// The first layer of the blocks of a task: z = (x + pe) * w1 + b1 as float32 [block][width_stride].
   /// pe is one more row of the product, so that x itself can be read where the blocks overlap.
-  Buffer<float> first_layer(const Pieces& pieces) const {
-    const std::int64_t set = set_of(*pieces[0].run);
-    const std::int64_t rows = blocks_of(pieces);
+  Buffer<float> first_layer(const BlockRanges& ranges) const {
+    const std::int64_t set = set_of(*ranges[0].run);
+    const std::int64_t rows = blocks_of(ranges);
     std::int64_t tokens = 0;
-    for (const Piece& piece : pieces) tokens += (piece.count - 1) * d + l;
+    for (const BlockRange& range : ranges) tokens += (range.count - 1) * d + l;
     Buffer<Element> x((tokens + l) * dim);
     Buffer<float> z = zeros<float>((rows + 1) * width_stride);
     std::vector<RowsOfProduct> products;
@@ -120,9 +120,9 @@ struct Phi {
       for (std::int64_t t = 0; t < length; ++t, dst += dim) convert(source(t), dim, dst);
       c += count * width_stride;
     };
-    for (const Piece& piece : pieces)
-      add(piece.count, (piece.count - 1) * d + l,
-          [&](std::int64_t t) { return token(*piece.run, piece.begin * d + t); });
+    for (const BlockRange& range : ranges)
+      add(range.count, (range.count - 1) * d + l,
+          [&](std::int64_t t) { return token(*range.run, range.begin * d + t); });
     const float* bias_row = c;
     if (w.pe.defined()) add(1, l, [&](std::int64_t t) { return row(w.pe, set, t); });
     gemm<Slots>(products, width, l * dim / Slots::kElements,

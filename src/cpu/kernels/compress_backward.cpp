@@ -34,17 +34,17 @@ struct Backward {
   bool in_set(const BlockRun& run, std::int64_t set) const { return phi.set_of(run) == set; }
 
   /// Gradient of the first layer's output, and the hidden values for d_w2.
-  void gradient_of_first_layer(const Pieces& pieces) {
-    const std::int64_t set = phi.set_of(*pieces[0].run);
-    const std::int64_t rows = blocks_of(pieces);
+  void gradient_of_first_layer(const BlockRanges& ranges) {
+    const std::int64_t set = phi.set_of(*ranges[0].run);
+    const std::int64_t rows = blocks_of(ranges);
     Buffer<Element> d_y = zeros<Element>(rows * phi.dim_stride);
     Element* row = d_y.data();
-    for (const Piece& piece : pieces)
-      for (std::int64_t i = 0; i < piece.count; ++i, row += phi.dim_stride)
-        Phi<In>::convert(d_out(*piece.run, piece.begin + i), phi.dim, row);
+    for (const BlockRange& range : ranges)
+      for (std::int64_t i = 0; i < range.count; ++i, row += phi.dim_stride)
+        Phi<In>::convert(d_out(*range.run, range.begin + i), phi.dim, row);
     Buffer<Element> h, dz;
     if (phi.mlp()) {
-      const Buffer<float> z = phi.first_layer(pieces);
+      const Buffer<float> z = phi.first_layer(ranges);
       Buffer<float> d_h = zeros<float>(rows * phi.width_stride);
       const RowsOfProduct product{
           .a = {reinterpret_cast<const Slot*>(d_y.data()), phi.dim_stride / Slots::kElements, 1},
@@ -63,8 +63,8 @@ struct Backward {
       dz = std::move(d_y);
     }
     std::int64_t at = 0;
-    for (const Piece& piece : pieces) {
-      const std::int64_t to = (piece.run->first + piece.begin) * phi.width_stride, n = piece.count * phi.width_stride;
+    for (const BlockRange& range : ranges) {
+      const std::int64_t to = (range.run->first + range.begin) * phi.width_stride, n = range.count * phi.width_stride;
       std::copy_n(&dz[at], n, &d_z[to]);
       if (phi.mlp()) std::copy_n(&h[at], n, &hidden[to]);
       at += n;
@@ -184,7 +184,7 @@ struct Backward {
     d_z = Buffer<Element>(phi.blocks * phi.width_stride);
     if (phi.mlp()) hidden = Buffer<Element>(phi.blocks * phi.width_stride);
     d_b1 = Buffer<float>(phi.sets * phi.width_stride);
-    const std::vector<Pieces> tasks = phi.tasks(phi.blocks_per_task(context));
+    const std::vector<BlockRanges> tasks = phi.tasks(phi.blocks_per_task(context));
     parallel_for(static_cast<std::int64_t>(tasks.size()), context,
                  [&](std::int64_t i) { gradient_of_first_layer(tasks[i]); });
     if (phi.w.kind != CompressionKind::kMean) {

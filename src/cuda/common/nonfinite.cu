@@ -7,7 +7,7 @@ namespace {
 
 /// True if one of the eight elements from `from` on, sixteen bytes, is not finite.
 template <class T>
-__device__ inline bool nonfinite_piece(const T* from) {
+__device__ inline bool nonfinite_vector(const T* from) {
   const uint4 w = *reinterpret_cast<const uint4*>(from);
   return (nonfinite_bits(T{}, w.x) | nonfinite_bits(T{}, w.y) | nonfinite_bits(T{}, w.z) | nonfinite_bits(T{}, w.w)) !=
          0;
@@ -16,12 +16,12 @@ __device__ inline bool nonfinite_piece(const T* from) {
 /// True if an element of any head of the row is not finite. The warp reads the row together.
 template <class T>
 __device__ inline bool nonfinite_row(const Checked& c, unsigned row, unsigned lane) {
-  const unsigned batch = row / c.rows_per_batch, own = row - batch * c.rows_per_batch, pieces = c.columns / 8;
+  const unsigned batch = row / c.rows_per_batch, own = row - batch * c.rows_per_batch, vectors = c.columns / 8;
   bool found = false;
 #pragma unroll 2
-  for (unsigned i = lane; i < c.heads * pieces; i += 32) {
-    const unsigned head = i / pieces;
-    found |= nonfinite_piece(c.t.at<T>(batch, own, head) + (i - head * pieces) * 8);
+  for (unsigned i = lane; i < c.heads * vectors; i += 32) {
+    const unsigned head = i / vectors;
+    found |= nonfinite_vector(c.t.at<T>(batch, own, head) + (i - head * vectors) * 8);
   }
   return found;
 }
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(256) scan_nonfinite(const __grid_constant__ No
         const float lse = args.lse[k].at(batch, own, head), delta = args.delta[k].at(batch, own, head);
         found |= !is_finite(delta) || !(lse < INFINITY);
         if (lse == -INFINITY)
-          for (int j = 0; j < c.columns; j += 8) found |= nonfinite_piece(c.t.at<T>(batch, own, head) + j);
+          for (int j = 0; j < c.columns; j += 8) found |= nonfinite_vector(c.t.at<T>(batch, own, head) + j);
       }
     }
   }

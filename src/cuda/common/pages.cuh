@@ -71,15 +71,15 @@ __device__ inline bool own_capacity(const PlanArgs& args, const StepRequest& req
   return all;
 }
 
-/// Rows of heads of tokens, in pieces of sixteen bytes: from(token, head) to to(token, head), nothing where that is
+/// Rows of heads of tokens, in 16-byte vectors: from(token, head) to to(token, head), nothing where that is
 /// null. The grid's x is over tokens.
 template <class From, class To>
-__device__ inline void copy_rows(int tokens, int heads, int pieces, const From& from, const To& to) {
+__device__ inline void copy_rows(int tokens, int heads, int vectors, const From& from, const To& to) {
   for (int token = blockIdx.x; token < tokens; token += gridDim.x)
-    for (int i = threadIdx.x; i < heads * pieces; i += blockDim.x) {
-      const int head = i / pieces, piece = i % pieces;
+    for (int i = threadIdx.x; i < heads * vectors; i += blockDim.x) {
+      const int head = i / vectors, vector = i % vectors;
       char* target = to(token, head);
-      if (target) reinterpret_cast<uint4*>(target)[piece] = reinterpret_cast<const uint4*>(from(token, head))[piece];
+      if (target) reinterpret_cast<uint4*>(target)[vector] = reinterpret_cast<const uint4*>(from(token, head))[vector];
     }
 }
 

@@ -9,7 +9,7 @@ namespace nsa::cuda {
 /// head of a query and an entry of the inverse index, in the order of its lists, for each slice of a group's heads
 /// (HeadPacking); a plane has sixteen keys of all rows, block_size / 16 planes the keys of a block.
 ///
-/// Two rows of a plane, 64 bytes, as the accumulators of d_kv have them, whose rows are keys: eight pieces of eight
+/// Two rows of a plane, 64 bytes, as the accumulators of d_kv have them, whose rows are keys: eight vectors of eight
 /// bytes, of the keys k and k + 8: {key k, row 0}, {k, 1}, {k + 8, 0}, {k + 8, 1}. An even number of heads never shares
 /// such a pair with another query.
 struct SelectedDs {
@@ -23,8 +23,8 @@ struct SelectedDs {
 
   /// Of two rows and two keys: where a lane of d_kv has what it stores, of the pair lane % 4; what a lane of d_q loads,
   /// twice as much, of the pair lane / 4, whose slot is the row's (offset).
-  __host__ __device__ static int stored_piece(int lane) { return lane % 4 * (2 * kRow) + lane / 4 * 8; }
-  __host__ __device__ static int loaded_piece(int lane) { return lane % 4 * 16; }
+  __host__ __device__ static int stored_vector(int lane) { return lane % 4 * (2 * kRow) + lane / 4 * 8; }
+  __host__ __device__ static int loaded_vector(int lane) { return lane % 4 * 16; }
 
   __host__ __device__ std::int64_t plane() const { return rows * kRow; }
   std::int64_t bytes(int block_size) const { return block_size / kPlaneKeys * plane(); }

@@ -50,8 +50,8 @@ inline Slots in_bytes(Slots slots, DType dtype) {
   return slots;
 }
 
-/// Pieces of sixteen bytes in a row.
-inline int pieces_of(const TensorView& t) {
+/// 16-byte vectors of a row.
+inline int vectors_of(const TensorView& t) {
   return to_int(t.size(-1) * static_cast<std::int64_t>(size_of(t.dtype)) / 16);
 }
 

@@ -83,7 +83,7 @@ class Step {
   TokenMove move_of(const TensorView& fresh, const Slots& slots, const TensorView& gathered = {}) const {
     const DType dtype = fresh.dtype;
     return {in_bytes(strided(fresh), dtype), in_bytes(slots, dtype), in_bytes(strided(gathered), dtype),
-            pieces_of(fresh)};
+            vectors_of(fresh)};
   }
 
   /// A ring finds its sequences' numbers in the plan.
@@ -433,7 +433,7 @@ Status Step::append_compress_on_hopper() {
   const HeadScales none, k_scales = scales_of(cache.k_scale), v_scales = scales_of(cache.v_scale);
   const auto append = [&](const TensorView& fresh, const Slots& slots, const TensorView& pages, const TensorView& table,
                           const HeadScales& scales) -> sm90::decode::Append {
-    return {in_bytes(strided(fresh), fresh.dtype), cached(slots, pages, table), pieces_of(fresh), scales};
+    return {in_bytes(strided(fresh), fresh.dtype), cached(slots, pages, table), vectors_of(fresh), scales};
   };
   args.appends[0] = append(p_.k_slc, k_slc_, cache.k_slc, cache.block_table, k_scales);
   args.appends[1] = append(p_.v_slc, v_slc_, cache.v_slc, cache.block_table, v_scales);

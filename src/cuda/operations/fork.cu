@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(128) copy_tokens(const __grid_constant__ ForkC
   // A ring holds the parent's last tokens only.
   const int first = !copy.slots.ring ? copy.begin : max(parent_length - copy.slots.size, 0);
   copy_rows(
-      copy.tokens - first, f.kv_heads, copy.pieces,
+      copy.tokens - first, f.kv_heads, copy.vectors,
       [&](int token, int head) { return copy.slots.at<char>(f.parent, first + token, head); },
       [&](int token, int head) {
         char* to = copy.slots.at<char>(f.child, first + token, head);
@@ -84,7 +84,7 @@ Status run(const ForkParams& p, Execution& e) {
 
   int count = 0;
   const auto add = [&](const TensorView& t, const Slots& slots, int begin, int tokens) {
-    args.copies[count++] = {in_bytes(slots, t.dtype), begin, tokens, pieces_of(t)};
+    args.copies[count++] = {in_bytes(slots, t.dtype), begin, tokens, vectors_of(t)};
   };
   for (const TensorView& t : {cache.k_slc, cache.v_slc}) add(t, paged(t, cache.block_table), 0, f.length);
   for (const TensorView& t : {cache.k_c, cache.v_c}) add(t, compressed(t, cache, p.cfg), 0, f.blocks);

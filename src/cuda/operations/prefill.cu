@@ -27,7 +27,7 @@ Gather gather(const KVCacheView& cache, const CachedTokens& tokens, Gather::Rows
   return {.tokens = {in_bytes(tokens.slots, stored), in_bytes(tokens.fresh, stored)},
           .rows = rows,
           .to = to.as<char>(),
-          .pieces = pieces_of(to),
+          .vectors = vectors_of(to),
           .is_finite = are_values,
           .scales = scales_of(are_values ? cache.v_scale : cache.k_scale)};
 }

@@ -268,7 +268,7 @@ inline constexpr int kMeanRows = 32;   // that a thread of mean_blocks has on th
 /// Neighbouring elements that are loaded and stored at once, and their sum over rows: sixteen bytes, at multiples of
 /// which every row begins (supports_layout).
 template <class T>
-struct Piece {
+struct Vector {
   static constexpr int kSize = sizeof(uint4) / sizeof(T);
   union Elements {
     uint4 bits;
@@ -292,19 +292,19 @@ struct Piece {
   }
 };
 
-/// mean: the average of a block's tokens. A thread per piece of a compressed row, pieces and heads of a row side by
+/// mean: the average of a block's tokens. A thread per vector of a compressed row, vectors and heads of a row side by
 /// side, through the thread's own shared memory, where all loads are on their way. Grid x: row, z: problem.
 template <class T>
 __global__ void __launch_bounds__(256) mean_blocks(const __grid_constant__ CompressPair pair) {
-  using P = Piece<T>;
+  using P = Vector<T>;
   const CompressArgs& args = pair.problem[blockIdx.z];
-  const int pieces = args.dim / P::kSize, i = blockIdx.y * blockDim.x + threadIdx.x;
-  const int m = blockIdx.x, head = i / pieces, c = (i - head * pieces) * P::kSize, l = args.geometry.kernel_size;
+  const int vectors = args.dim / P::kSize, i = blockIdx.y * blockDim.x + threadIdx.x;
+  const int m = blockIdx.x, head = i / vectors, c = (i - head * vectors) * P::kSize, l = args.geometry.kernel_size;
   if (head >= args.geometry.kv_heads) return;
   const std::int64_t token = static_cast<std::int64_t>(args.row_of(m)) * args.geometry.kernel_stride;
   const std::int64_t first =
       args.first_token ? args.first_token[m] : args.batch_of(m) * args.k.batch + token * args.k.row;
-  P piece;
+  P vector;
   if (first >= 0) {
     const T* at = static_cast<const T*>(args.k.data) + first + head * args.k.head + c;
     extern __shared__ uint4 own[];
@@ -316,20 +316,20 @@ __global__ void __launch_bounds__(256) mean_blocks(const __grid_constant__ Compr
       commit_copies();
       wait_copies<0>();
 #pragma unroll 8
-      for (int r = 0; r < rows; ++r) piece.add(own[r * blockDim.x + threadIdx.x]);
+      for (int r = 0; r < rows; ++r) vector.add(own[r * blockDim.x + threadIdx.x]);
     }
   }
-  *reinterpret_cast<uint4*>(args.out.at<T>(args.batch_of(m), args.row_of(m), head) + c) = piece.mean(l);
+  *reinterpret_cast<uint4*>(args.out.at<T>(args.batch_of(m), args.row_of(m), head) + c) = vector.mean(l);
 }
 
-/// The d tokens of a group are in the same blocks. A thread per piece of some of their rows. Grid x: group.
+/// The d tokens of a group are in the same blocks. A thread per vector of some of their rows. Grid x: group.
 template <class T>
 __global__ void __launch_bounds__(256) mean_backward(const __grid_constant__ CompressArgs args) {
-  using P = Piece<T>;
+  using P = Vector<T>;
   const Geometry& p = args.geometry;
-  const int l = p.kernel_size, d = p.kernel_stride, pieces = args.dim / P::kSize, lines = p.kv_heads * pieces;
+  const int l = p.kernel_size, d = p.kernel_stride, vectors = args.dim / P::kSize, lines = p.kv_heads * vectors;
   const int i = blockIdx.y * blockDim.x + threadIdx.x, begin = i / lines * kMeanTokens;
-  const int line = i % lines, head = line / pieces, c = (line - head * pieces) * P::kSize;
+  const int line = i % lines, head = line / vectors, c = (line - head * vectors) * P::kSize;
   int4 g;  // as compress_tables has it
   if (args.group) {
     g = args.group[blockIdx.x];
@@ -340,11 +340,11 @@ __global__ void __launch_bounds__(256) mean_backward(const __grid_constant__ Com
   if (begin >= g.z) return;
   const DeviceSequence seq = sequence_of(p, g.x);
   const int first = max(g.y - l / d + 1, 0), last = min(g.y, num_compressed(p, seq.k_len) - 1);
-  P piece;
+  P vector;
 #pragma unroll 2
   for (int m = g.w + first; m <= g.w + last; ++m)
-    piece.add(P::load(args.d_out.at<T>(args.batch_of(m), args.row_of(m), head) + c));
-  const uint4 mean = piece.mean(l);
+    vector.add(P::load(args.d_out.at<T>(args.batch_of(m), args.row_of(m), head) + c));
+  const uint4 mean = vector.mean(l);
   const std::int64_t token = seq.k_begin + static_cast<std::int64_t>(g.y) * d + begin;
   T* to = args.d_k.at<T>(seq.batch, token, head) + c;
   for (int s = 0; s < min(g.z - begin, kMeanTokens); ++s) *reinterpret_cast<uint4*>(to + s * args.d_k.row) = mean;

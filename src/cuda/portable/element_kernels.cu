@@ -105,7 +105,7 @@ cudaError_t run_mean(CompressPair pair, cudaStream_t stream) {
   }
   int most = 0;
   for (int i = 0; i < pair.problems; ++i) most = std::max(most, pair.problem[i].dim);
-  const std::int64_t threads = std::int64_t{most} / Piece<T>::kSize * args.geometry.kv_heads;
+  const std::int64_t threads = std::int64_t{most} / Vector<T>::kSize * args.geometry.kv_heads;
   const int block = threads > 32 ? 64 : 32;
   return launch(mean_blocks<T>, dim3(args.rows, static_cast<unsigned>(ceil_div(threads, block)), pair.problems), block,
                 block * std::min(args.geometry.kernel_size, kMeanRows) * 16, stream, pair);
@@ -119,7 +119,7 @@ cudaError_t run_mean_backward(CompressArgs args, cudaStream_t stream) {
   } else {
     args.group = nullptr;
   }
-  const std::int64_t threads = ceil_div(g.kernel_stride, kMeanTokens) * g.kv_heads * (args.dim / Piece<T>::kSize);
+  const std::int64_t threads = ceil_div(g.kernel_stride, kMeanTokens) * g.kv_heads * (args.dim / Vector<T>::kSize);
   return launch(mean_backward<T>, dim3(args.groups, static_cast<unsigned>(ceil_div(threads, 256))), 256, 0, stream,
                 args);
 }

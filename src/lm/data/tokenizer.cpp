@@ -28,10 +28,10 @@ class ByteTokenizer : public Tokenizer {
 };
 
 #ifdef NSA_HAVE_SENTENCEPIECE
-/// The model's pieces and one more token for the end of a document; or the pieces alone.
-class PieceTokenizer : public Tokenizer {
+/// The model's tokens and one more for the end of a document; or the model's tokens alone.
+class SentencePieceTokenizer : public Tokenizer {
  public:
-  PieceTokenizer(const std::string& path, bool own_end) : own_end_(own_end) {
+  SentencePieceTokenizer(const std::string& path, bool own_end) : own_end_(own_end) {
     const auto status = processor_.Load(path);
     if (!status.ok()) throw base::Error(fmt::format("tokenizer {}: {}", path, status.ToString()));
     if (!own_end && processor_.eos_id() < 0) {
@@ -72,7 +72,7 @@ class PieceTokenizer : public Tokenizer {
 std::unique_ptr<Tokenizer> make(const std::string& name, [[maybe_unused]] bool own_end) {
   if (name == "bytes") return std::make_unique<ByteTokenizer>();
 #ifdef NSA_HAVE_SENTENCEPIECE
-  return std::make_unique<PieceTokenizer>(name, own_end);
+  return std::make_unique<SentencePieceTokenizer>(name, own_end);
 #else
   throw base::Error(
       fmt::format("tokenizer = '{}': this program was built without SentencePiece, so it must be bytes (install "

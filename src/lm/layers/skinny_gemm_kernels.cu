@@ -12,10 +12,10 @@ namespace nsa::lm::fused {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kTileRows = 8;                // rows of the matrix in a tile
-constexpr int kPiece = 128;                 // columns of a tile that a warp reads at a time
-constexpr int kStep = kWarps * kPiece;      // and all warps
-constexpr int kChunks = kPiece / kColumns;  // pieces of 16 bytes in that
+constexpr int kTileRows = 8;                      // rows of the matrix in a tile
+constexpr int kWarpColumns = 128;                 // columns of a tile that a warp reads at a time
+constexpr int kStep = kWarps * kWarpColumns;      // and all warps
+constexpr int kChunks = kWarpColumns / kColumns;  // 16-byte vectors in that
 constexpr int kMaxTiles = 3;  // tiles of a thread block, which then has one stage; or stages of its one tile
 static_assert(kMaxRows <= kTileRows && kThreads == kRotaryThreads);
 
@@ -140,7 +140,7 @@ __device__ void multiply_skinny(const SkinnyGemmArgs& args, int block, int group
 
   // A lane copies the same columns of every second row.
   static_assert(kChunks == 16);
-  const int copied = lane % kChunks * kColumns + warp * kPiece;
+  const int copied = lane % kChunks * kColumns + warp * kWarpColumns;
   const auto* const from =
       static_cast<const __nv_bfloat16*>(args.matrix) + std::int64_t{first_row + lane / kChunks} * args.depth + copied;
   const auto read = [&](int step) {
@@ -174,7 +174,7 @@ __device__ void multiply_skinny(const SkinnyGemmArgs& args, int block, int group
     const uint4* const stage = mine + step % kStages * kBlockRows * kChunks;
 #pragma unroll
     for (int i = 0; i < kChunks / 4; ++i) {  // columns in an order of their own, the same in both factors
-      const int chunk = i * 4 + lane % 4, at = step * kStep + warp * kPiece + chunk * kColumns;
+      const int chunk = i * 4 + lane % 4, at = step * kStep + warp * kWarpColumns + chunk * kColumns;
       uint4 x{};
       if (row < count && at < args.depth) x = *reinterpret_cast<const uint4*>(rows + row * stride + at);
 #pragma unroll
@@ -258,7 +258,7 @@ int launch_gemm(void (*kernel)(Params...), const SkinnyGemmArgs& args, int block
                 void* stream, const More&... more) {
   const int stages = std::min((args.depth + kStep - 1) / kStep, most_stages);
   const int rows = std::min(args.rows, kMaxRows);
-  const int memory = kWarps * stages * block_rows * kPiece * 2 + rows * row_stride(args.depth) * 2;
+  const int memory = kWarps * stages * block_rows * kWarpColumns * 2 + rows * row_stride(args.depth) * 2;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory);
   // Thread blocks of several kernels lie on a multiprocessor beside each other.
   if (error == cudaSuccess)

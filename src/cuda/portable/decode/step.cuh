@@ -28,14 +28,14 @@ __global__ void __launch_bounds__(128, 8) move_tokens(const __grid_constant__ Mo
     const int first = num_compressed(p, before), blocks = num_compressed(p, s.k_len) - first;
     const CachedTokens tokens{move.slots, move.fresh};
     copy_rows(
-        blocks > 0 ? (blocks - 1) * p.kernel_stride + p.kernel_size : 0, p.kv_heads, move.pieces,
+        blocks > 0 ? (blocks - 1) * p.kernel_stride + p.kernel_size : 0, p.kv_heads, move.vectors,
         [&](int token, int head) { return tokens.at<char>(s, first * p.kernel_stride + token, head); },
         [&](int token, int head) { return move.gathered.at<char>(s.index, token, head); });
   } else {
     // Of more tokens than a ring has slots the last ones.
     const int skipped = !move.slots.ring ? 0 : max(s.q_len - move.slots.size, 0);
     copy_rows(
-        s.q_len - skipped, p.kv_heads, move.pieces,
+        s.q_len - skipped, p.kv_heads, move.vectors,
         [&](int token, int head) { return move.fresh.at<char>(s.batch, s.q_begin + skipped + token, head); },
         [&](int token, int head) { return move.slots.at<char>(s.index, before + skipped + token, head); });
   }

@@ -44,7 +44,7 @@ struct TokenMove {
   Strided fresh;     // (B, m, heads, D)
   Slots slots;       // where tokens are appended, or were
   Strided gathered;  // given: there go instead the tokens of the blocks that the step completes, (B, tokens, heads, D)
-  int pieces;        // of 16 bytes in a row
+  int vectors;       // of 16 bytes in a row
 };
 
 /// New tokens in e4m3. Strides in elements.
@@ -105,7 +105,7 @@ struct ForkArgs {
 struct ForkCopy {
   Slots slots;
   int begin, tokens;  // of the child: begin ... tokens - 1
-  int pieces;         // of 16 bytes in a row
+  int vectors;        // of 16 bytes in a row
 };
 
 struct ForkCopyArgs {

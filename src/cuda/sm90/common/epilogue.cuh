@@ -23,7 +23,7 @@ __device__ __forceinline__ void transpose_in_quad(std::uint32_t (&w)[4], int lan
 /// Of row i (0, 1) of a lane's accumulators, times `factor` and rounded to T: the eight elements of columns 32 j + 8 c
 /// and on, for lane c of the four that share the row. All lanes of the warp.
 template <class T, int N>
-__device__ __forceinline__ uint4 piece_of_row(const float (&o)[N], int i, int j, float factor, int lane) {
+__device__ __forceinline__ uint4 vector_of_row(const float (&o)[N], int i, int j, float factor, int lane) {
   std::uint32_t w[4];
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
@@ -38,7 +38,7 @@ template <class T, int N>
 __device__ __forceinline__ void store_row(T* to, const float (&o)[N], int i, float factor, bool valid, int lane) {
 #pragma unroll
   for (int j = 0; j < N / 16; ++j) {
-    const uint4 words = piece_of_row<T>(o, i, j, factor, lane);
+    const uint4 words = vector_of_row<T>(o, i, j, factor, lane);
     if (valid) *reinterpret_cast<uint4*>(to + 32 * j + 8 * (lane & 3)) = words;
   }
 }

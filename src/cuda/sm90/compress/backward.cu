@@ -255,8 +255,8 @@ __device__ __forceinline__ void sum_weight_gradients(const CompressWork& work, R
 #pragma unroll
       for (int j = 0; j < kColumns / 32; ++j) {
         const int n = scheduler.column + j * 32 + 8 * (lane & 3);
-        const uint4 piece = piece_of_row<T>(c, i, j, 1, lane);
-        if (n < args.hidden) *reinterpret_cast<uint4*>(args.d_w1.at<T>(scheduler.set, m, n)) = piece;
+        const uint4 vector = vector_of_row<T>(c, i, j, 1, lane);
+        if (n < args.hidden) *reinterpret_cast<uint4*>(args.d_w1.at<T>(scheduler.set, m, n)) = vector;
       }
     }
   }
@@ -391,10 +391,10 @@ __device__ __forceinline__ void sum_token_gradients(const CompressWork& work, Ri
 #pragma unroll
       for (int j = 0; j < kTokenColumns / 32; ++j) {
         const int n = scheduler.column + j * 32, s = n / D, token = (lane / 4 + 8 * i) * d + s;
-        const uint4 piece = piece_of_row<T>(c, i, j, 1, lane);
+        const uint4 vector = vector_of_row<T>(c, i, j, 1, lane);
         if (s < d && token < tokens.tokens)
           *reinterpret_cast<uint4*>(args.d_k.at<T>(tokens.batch, tokens.token + token, scheduler.head) + n % D +
-                                    8 * (lane & 3)) = piece;
+                                    8 * (lane & 3)) = vector;
       }
     }
   }

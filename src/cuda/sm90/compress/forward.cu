@@ -337,12 +337,12 @@ class Compute {
     named_barrier_sync(CompressBarrier::kBoth, kGroups * 128);  // the first warpgroup is done with the tile before
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
-      const int piece = group_ * (kColumns / 8) + j;  // of 16 bytes
+      const int vector = group_ * (kColumns / 8) + j;  // of 16 bytes
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = warp_ * CompressWork::kSegment + lane_ / 4 + 8 * i;
         const std::uint32_t to =
-            operand_ + piece / 8 * kPanelBytes + row * 128 + ((piece ^ row) & 7) * 16 + (lane_ & 3) * 4;
+            operand_ + vector / 8 * kPanelBytes + row * 128 + ((vector ^ row) & 7) * 16 + (lane_ & 3) * 4;
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(h[2 * j + i]) : "memory");
       }
     }
@@ -379,7 +379,7 @@ class Compute {
         for (int j = 0; j < 2; ++j) {
           const int n = first + step * 64 + j * 32 + 8 * (lane_ & 3);
           const std::int64_t at = args.buffer(head, m) + n;
-          const uint4 hidden = piece_of_row<T>(h, i, j, 1, lane_), gradient = piece_of_row<T>(d, i, j, 1, lane_);
+          const uint4 hidden = vector_of_row<T>(h, i, j, 1, lane_), gradient = vector_of_row<T>(d, i, j, 1, lane_);
           if (row >= rows.rows || n >= args.hidden) continue;
           *reinterpret_cast<uint4*>(static_cast<T*>(args.h) + at) = hidden;
           *reinterpret_cast<uint4*>(static_cast<T*>(args.d_z) + at) = gradient;
@@ -400,8 +400,8 @@ class Compute {
       T* to = args.out.at<T>(rows.batch, rows.row + row, head) + 8 * (lane_ & 3);
 #pragma unroll
       for (int j = 0; j < std::min(N, D) / 32; ++j) {
-        const uint4 piece = piece_of_row<T>(c, i, j, 1, lane_);
-        if (row < rows.rows) *reinterpret_cast<uint4*>(to + 32 * j) = piece;
+        const uint4 vector = vector_of_row<T>(c, i, j, 1, lane_);
+        if (row < rows.rows) *reinterpret_cast<uint4*>(to + 32 * j) = vector;
       }
     }
   }
@@ -417,11 +417,11 @@ class Compute {
 template <class T>
 __device__ inline void clear_rest(const CompressWork& work) {
   const Geometry& p = work.problem[0].geometry;
-  const int dim = work.problem[0].dim, pieces = dim / 8 * p.kv_heads;
+  const int dim = work.problem[0].dim, vectors = dim / 8 * p.kv_heads;
   if (!p.cu_q) return;
   for (int row = work.totals->rows + static_cast<int>(blockIdx.x); row < work.problem[0].rows; row += gridDim.x)
-    for (int i = threadIdx.x; i < pieces * work.problems; i += kGroups * 128) {
-      const int problem = i / pieces, head = i % pieces / (dim / 8), column = i % (dim / 8) * 8;
+    for (int i = threadIdx.x; i < vectors * work.problems; i += kGroups * 128) {
+      const int problem = i / vectors, head = i % vectors / (dim / 8), column = i % (dim / 8) * 8;
       *reinterpret_cast<uint4*>(work.problem[problem].out.at<T>(0, row, head) + column) = uint4{};
     }
 }

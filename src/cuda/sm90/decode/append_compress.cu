@@ -436,13 +436,13 @@ template <class T, bool kFloat8>
 __device__ __forceinline__ void append(const AppendCompressArgs& args, int b) {
   const StepGeometry& p = args.geometry;
   const StepRequest request(p, args.lengths, args.num_new, args.positions, b);
-  // The six kinds of tokens side by side, so that their copies do not wait for each other, in pieces of 16 bytes; the
+  // The six kinds of tokens side by side, so that their copies do not wait for each other, in 16-byte vectors; the
   // first ones are read before the capacity is known.
   const int rows = request.possible ? request.added * p.kv_heads : 0,
-            most = max(args.appends[0].pieces, args.appends[1].pieces);
-  const int pieces = 6 * rows * most;
+            most = max(args.appends[0].vectors, args.appends[1].vectors);
+  const int vectors = 6 * rows * most;
   struct Item {
-    int kind, token, head, piece;
+    int kind, token, head, vector;
   };
   const auto item_of = [&](int e) {
     const int kind = e / (rows * most), i = e - kind * rows * most, row = i / most, token = row / p.kv_heads;
@@ -450,28 +450,28 @@ __device__ __forceinline__ void append(const AppendCompressArgs& args, int b) {
   };
   const auto read = [&](const Item& at) {
     const Append& a = args.appends[at.kind];
-    return at.piece < a.pieces
-               ? reinterpret_cast<const uint4*>(a.fresh.at<char>(b, request.q_begin + at.token, at.head))[at.piece]
+    return at.vector < a.vectors
+               ? reinterpret_cast<const uint4*>(a.fresh.at<char>(b, request.q_begin + at.token, at.head))[at.vector]
                : uint4{};
   };
   const auto write = [&](const Item& at, const uint4& x) {
     const Append& a = args.appends[at.kind];
-    if (at.piece >= a.pieces) return;
+    if (at.vector >= a.vectors) return;
     char* const to = a.to.at(b, request.before + at.token, at.head);
     if constexpr (kFloat8) {
       if (a.scales.data) {
-        reinterpret_cast<uint2*>(to)[at.piece] = to_float8<T>(x, a.scales[at.head]);
+        reinterpret_cast<uint2*>(to)[at.vector] = to_float8<T>(x, a.scales[at.head]);
         return;
       }
     }
-    reinterpret_cast<uint4*>(to)[at.piece] = x;
+    reinterpret_cast<uint4*>(to)[at.vector] = x;
   };
   constexpr int kEarly = 2;
   uint4 early[kEarly];
 #pragma unroll
   for (int i = 0; i < kEarly; ++i) {
     const int e = threadIdx.x + i * kThreads;
-    if (e < pieces) early[i] = read(item_of(e));
+    if (e < vectors) early[i] = read(item_of(e));
   }
   const bool fits = has_capacity(args, request, b);
   if (threadIdx.x == 0) {
@@ -484,10 +484,10 @@ __device__ __forceinline__ void append(const AppendCompressArgs& args, int b) {
 #pragma unroll
   for (int i = 0; i < kEarly; ++i) {
     const int e = threadIdx.x + i * kThreads;
-    if (e < pieces) write(item_of(e), early[i]);
+    if (e < vectors) write(item_of(e), early[i]);
   }
 #pragma unroll(kFloat8 ? 1 : 4)  // a division is many instructions
-  for (int e = threadIdx.x + kEarly * kThreads; e < pieces; e += kThreads) {
+  for (int e = threadIdx.x + kEarly * kThreads; e < vectors; e += kThreads) {
     const Item at = item_of(e);
     write(at, read(at));
   }

@@ -33,7 +33,7 @@ struct CompressSide {
 struct Append {
   Strided fresh;  // (B, m, Hkv, D), strides in bytes
   CachedTensor to;
-  int pieces;         // of 16 bytes in a row
+  int vectors;        // of 16 bytes in a row
   HeadScales scales;  // given: they are stored in e4m3, half as many bytes
 };
 

@@ -11,12 +11,12 @@ constexpr int kRows = 64;     // of a thread block at a time
 
 /// What sixteen bytes of T are stored as: themselves, or eight elements of e4m3.
 template <class T, bool kFloat8>
-struct Piece {
+struct StoredVector {
   uint4 words;
   __device__ uint4 read(float) const { return words; }
 };
 template <class T>
-struct Piece<T, true> {
+struct StoredVector<T, true> {
   uint2 words;
   /// In T, as x was before it was stored: so what T holds of x is enough for what is read of it.
   __device__ uint4 read(float scale) const {
@@ -31,7 +31,7 @@ struct Piece<T, true> {
 /// Grid y: kind of tokens.
 template <class T, bool kFloat8>
 __global__ void __launch_bounds__(kThreads) gather_tokens(const __grid_constant__ GatherChunkArgs args) {
-  using Stored = Piece<T, kFloat8>;
+  using Stored = StoredVector<T, kFloat8>;
   const Gather& kind = args.kinds[blockIdx.y];
   const DeviceSequence s = sequence_of(args.geometry, args.sequence);
   const int before = s.k_len - s.q_len, window_begin = max(before - args.window + 1, 0);
@@ -47,13 +47,13 @@ __global__ void __launch_bounds__(kThreads) gather_tokens(const __grid_constant_
                      : kind.rows == Gather::kCompressed ? num_compressed(args.geometry, s.k_len)
                                                         : s.k_len - first;
   const int rows = tokens + kRowsBehind;
-  const int row_pieces = args.geometry.kv_heads * kind.pieces, columns = min(row_pieces, kThreads);
+  const int row_vectors = args.geometry.kv_heads * kind.vectors, columns = min(row_vectors, kThreads);
   const int column = threadIdx.x % columns, own = threadIdx.x / columns, step = kThreads / columns;
   if (own >= step) return;
   std::uint32_t bad = 0;
   for (int tile = blockIdx.x * kRows; tile < rows; tile += gridDim.x * kRows)
-    for (int piece = column; piece < row_pieces; piece += columns) {
-      const int head = piece / kind.pieces, at = piece - head * kind.pieces, end = min(tile + kRows, rows);
+    for (int vector = column; vector < row_vectors; vector += columns) {
+      const int head = vector / kind.vectors, at = vector - head * kind.vectors, end = min(tile + kRows, rows);
       const float scale = kFloat8 ? kind.scales[head] : 1;
       for (int row = tile + own; row < end; row += step * kTogether) {
         Stored stored[kTogether];
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) gather_tokens(const __grid_constant_
         for (int i = 0; i < kTogether; ++i) {
           const uint4 w = stored[i].read(scale);
           const int r = row + i * step;
-          if (r < end) reinterpret_cast<uint4*>(kind.to)[static_cast<std::int64_t>(r) * row_pieces + piece] = w;
+          if (r < end) reinterpret_cast<uint4*>(kind.to)[static_cast<std::int64_t>(r) * row_vectors + vector] = w;
           bad |=
               nonfinite_bits(T{}, w.x) | nonfinite_bits(T{}, w.y) | nonfinite_bits(T{}, w.z) | nonfinite_bits(T{}, w.w);
         }

@@ -18,8 +18,8 @@ struct Gather {
 
   CachedTokens tokens;
   Rows rows;
-  char* to;        // (rows, heads, 16 * pieces), and kRowsBehind more
-  int pieces;      // of 16 bytes in a row of `to`
+  char* to;        // (rows, heads, 16 * vectors), and kRowsBehind more
+  int vectors;     // of 16 bytes in a row of `to`
   bool is_finite;  // elements that are not are to be reported
   HeadScales scales;
 };

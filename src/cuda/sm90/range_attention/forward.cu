@@ -165,10 +165,10 @@ __device__ __forceinline__ void load_queries(const WindowCombineArgs& call, cons
   }
 }
 
-/// What the gated sum of a row takes besides the window's branch: a lane's pieces (piece_of_row), and the gates.
-template <class T, int kPieces>
+/// What the gated sum of a row takes besides the window's branch: a lane's vectors (vector_of_row), and the gates.
+template <class T, int kVectors>
 struct OtherBranches {
-  uint4 cmp[kPieces], slc[kPieces];
+  uint4 cmp[kVectors], slc[kVectors];
   T gates[kBranches];
 
   __device__ __forceinline__ void load(const WindowCombineArgs& args, int batch, int row, int head, int lane) {
@@ -176,7 +176,7 @@ struct OtherBranches {
 #pragma unroll
     for (int b = 0; b < kBranches; ++b) gates[b] = from[b];
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
+    for (int j = 0; j < kVectors; ++j) {
       const int column = 32 * j + 8 * (lane & 3);
       cmp[j] = *reinterpret_cast<const uint4*>(args.o_cmp.at<T>(batch, row, head) + column);
       slc[j] = *reinterpret_cast<const uint4*>(args.o_slc.at<T>(batch, row, head) + column);
@@ -184,10 +184,10 @@ struct OtherBranches {
   }
 };
 
-/// `swa`: the same pieces of the window's branch. Stores them, and the sum of the branches.
-template <class T, int kPieces>
-__device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const OtherBranches<T, kPieces>& others,
-                                            const uint4 (&swa)[kPieces], int batch, int row, int head, int lane) {
+/// `swa`: the same vectors of the window's branch. Stores them, and the sum of the branches.
+template <class T, int kVectors>
+__device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const OtherBranches<T, kVectors>& others,
+                                            const uint4 (&swa)[kVectors], int batch, int row, int head, int lane) {
   float gate[kBranches];
 #pragma unroll
   for (int b = 0; b < kBranches; ++b) gate[b] = to_float(others.gates[b]);
@@ -197,7 +197,7 @@ __device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const
                 fmaf(gate[kWindow], c.y, fmaf(gate[kSelected], b.y, gate[kCompressed] * a.y)));
   };
 #pragma unroll
-  for (int j = 0; j < kPieces; ++j) {
+  for (int j = 0; j < kVectors; ++j) {
     const int column = 32 * j + 8 * (lane & 3);
     const uint4 &cmp = others.cmp[j], &slc = others.slc[j];
     if (args.range.o.data) store_uint4(args.range.o.at<T>(batch, row, head) + column, swa[j]);
@@ -321,7 +321,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
     rings.skip(tile.key_tiles - max(tile.begin, tile.end));
     if (tile.queries == 0) continue;
 
-    uint4 pieces[2][Dv / 32];
+    uint4 vectors[2][Dv / 32];
     float lse[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -330,7 +330,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
       const float inverse = any ? __fdividef(1, sum) : 0;
       lse[i] = any ? (softmax.max[i] + log2f(sum)) * kLn2 : -INFINITY;
 #pragma unroll
-      for (int j = 0; j < Dv / 32; ++j) pieces[i][j] = piece_of_row<T>(o, i, j, inverse, lane);
+      for (int j = 0; j < Dv / 32; ++j) vectors[i][j] = vector_of_row<T>(o, i, j, inverse, lane);
     }
     load_others(1);
 #pragma unroll
@@ -339,11 +339,11 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
       if (query >= tile.queries) continue;
       if (lane % 4 == 0) args.lse.at(tile.batch, tile.row + query, head) = lse[i];
       if constexpr (kSum) {
-        combine_row<T>(call, others[i], pieces[i], tile.batch, tile.row + query, head, lane);
+        combine_row<T>(call, others[i], vectors[i], tile.batch, tile.row + query, head, lane);
       } else {
         T* to = args.o.template at<T>(tile.batch, tile.row + query, head) + 8 * (lane & 3);
 #pragma unroll
-        for (int j = 0; j < Dv / 32; ++j) store_uint4(to + 32 * j, pieces[i][j]);
+        for (int j = 0; j < Dv / 32; ++j) store_uint4(to + 32 * j, vectors[i][j]);
       }
     }
   }
@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   // Rows without use stay zero: the copy engine does not touch them.
   const HeadPacking packing(args.geometry.group);
-  const int used = packing.heads * packing.queries, unused = (64 - used) * 8;  // 16-byte pieces of a panel
+  const int used = packing.heads * packing.queries, unused = (64 - used) * 8;  // 16-byte vectors of a panel
   for (int i = threadIdx.x; i < unused * (kGroups * Dk / 64); i += kThreads) {
     char* panel = memory + (queries - shared_address(memory)) + i / unused * 64 * 128;
     *reinterpret_cast<uint4*>(panel + used * 128 + i % unused * 16) = uint4{};

@@ -167,8 +167,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_mbarrier_init();
   }
   if (warp_tiles_of<Tiles>(args).rows() < 16) {  // rows without use stay zero: the copy engine does not touch them
-    auto* pieces = reinterpret_cast<uint4*>(memory + (queries - shared_address(memory)));
-    for (int i = threadIdx.x; i < kGroups * L::kQueryBytes / 16; i += kThreads) pieces[i] = uint4{};
+    auto* vectors = reinterpret_cast<uint4*>(memory + (queries - shared_address(memory)));
+    for (int i = threadIdx.x; i < kGroups * L::kQueryBytes / 16; i += kThreads) vectors[i] = uint4{};
     fence_async();
   }
   __syncthreads();

@@ -359,7 +359,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
     const auto& info = *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, stage));
     const int warp = threadIdx.x / 32 % 4, column = 2 * (lane & 3), rows = info.ds_rows - column;
     if (rows <= 0 || warp >= args.planes) return;
-    char* to = info.ds + warp * branch.selected_ds.plane() + SelectedDs::stored_piece(lane);
+    char* to = info.ds + warp * branch.selected_ds.plane() + SelectedDs::stored_vector(lane);
 #pragma unroll
     for (int j = 0; j < 8; ++j)
       if (8 * j < rows)

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(Shape<Dk, kKeys>::kThreads, 1)
     const int slice = tile.first_head / plan.packing.heads;
     const char* first_entry = stored.data +
                               stored.offset(plan.packing.heads, slice, 0, pair - number * plan.packing.heads) +
-                              SelectedDs::loaded_piece(lane);
+                              SelectedDs::loaded_vector(lane);
     float acc[Dk / 8][4] = {};
     uint4 ds[kPlanes];  // of the tile at `position`
     unsigned position = 0;

@@ -108,9 +108,9 @@ struct WarpRows {
     head = row - number * packing.heads;
     copy = (first + lane / 8) * 128 + (lane % 8 ^ lane / 8) * 16;
   }
-  /// f(what the lane of the row has for x, address in `tile`, column) for this lane's pieces of sixteen bytes.
+  /// f(what the lane of the row has for x, address in `tile`, column) for this lane's 16-byte vectors.
   template <int D, class F>
-  __device__ __forceinline__ void for_pieces(std::uint32_t tile, int x, const F& f) const {
+  __device__ __forceinline__ void for_vectors(std::uint32_t tile, int x, const F& f) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -230,11 +230,11 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
     // In units of sixteen bytes (of a sequence: up to 64 GiB).
     const unsigned offset =
         query * static_cast<unsigned>(call.q.row / 8) + rows.head * static_cast<unsigned>(call.q.head / 8);
-    rows.for_pieces<Dk>(memory.q(group, turn), query < 0 ? -1 : static_cast<int>(offset),
-                        [&](int of_row, std::uint32_t to, int column) {
-                          copy16(to, q + static_cast<std::int64_t>(static_cast<unsigned>(of_row)) * 8 + column,
-                                 of_row != -1);
-                        });
+    rows.for_vectors<Dk>(memory.q(group, turn), query < 0 ? -1 : static_cast<int>(offset),
+                         [&](int of_row, std::uint32_t to, int column) {
+                           copy16(to, q + static_cast<std::int64_t>(static_cast<unsigned>(of_row)) * 8 + column,
+                                  of_row != -1);
+                         });
     commit_copies();
   };
   // The rows of the next tile are there for the warpgroup's products, and nobody needs those of this one.
@@ -293,12 +293,12 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
     }
     stage_rows<T, Dv>(memory.q(group, turn), o);
     __syncwarp();
-    rows.for_pieces<Dv>(memory.q(group, turn), partial, [&](int of_row, std::uint32_t from, int column) {
-      const uint4 piece = load_uint4(from);
+    rows.for_vectors<Dv>(memory.q(group, turn), partial, [&](int of_row, std::uint32_t from, int column) {
+      const uint4 vector = load_uint4(from);
       if (of_row >= 0)
         __stcs(
             reinterpret_cast<uint4*>(static_cast<T*>(args.partials) + static_cast<std::int64_t>(of_row) * Dv + column),
-            piece);
+            vector);
     });
     query = next, next = after;
   }
@@ -414,17 +414,17 @@ __global__ void __launch_bounds__(256) combine_partials(const __grid_constant__ 
 #pragma unroll 1
     for (int base = 0; base < buffers.partials; base += kAhead * kAtOnce, from += kAhead * kAtOnce * Dv) {
       float factor[kAhead];
-      uint4 piece[kAhead];
+      uint4 vector[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int partial = base + i * kAtOnce + lane / kLanes;
         factor[i] = partial < buffers.partials ? weight[partial] : 0;
-        piece[i] = factor[i] > 0 ? __ldcs(reinterpret_cast<const uint4*>(from + i * kAtOnce * Dv)) : uint4{};
+        vector[i] = factor[i] > 0 ? __ldcs(reinterpret_cast<const uint4*>(from + i * kAtOnce * Dv)) : uint4{};
       }
       if (!always()) return;  // all of them on their way at once
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const std::uint32_t words[4] = {piece[i].x, piece[i].y, piece[i].z, piece[i].w};
+        const std::uint32_t words[4] = {vector[i].x, vector[i].y, vector[i].z, vector[i].w};
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
           const float2 x = unpack(T{}, words[m]);
@@ -438,12 +438,12 @@ __global__ void __launch_bounds__(256) combine_partials(const __grid_constant__ 
 #pragma unroll
       for (float& x : o) x += __shfl_xor_sync(0xffffffffu, x, step);
     const float inverse = sum > 0 ? 1 / sum : 0;
-    uint4 piece;
-    piece.x = pack(T{}, o[0] * inverse, o[1] * inverse);
-    piece.y = pack(T{}, o[2] * inverse, o[3] * inverse);
-    piece.z = pack(T{}, o[4] * inverse, o[5] * inverse);
-    piece.w = pack(T{}, o[6] * inverse, o[7] * inverse);
-    if (lane < kLanes) __stcg(reinterpret_cast<uint4*>(call.o.at<T>(seq.batch, at, head) + lane * 8), piece);
+    uint4 vector;
+    vector.x = pack(T{}, o[0] * inverse, o[1] * inverse);
+    vector.y = pack(T{}, o[2] * inverse, o[3] * inverse);
+    vector.z = pack(T{}, o[4] * inverse, o[5] * inverse);
+    vector.w = pack(T{}, o[6] * inverse, o[7] * inverse);
+    if (lane < kLanes) __stcg(reinterpret_cast<uint4*>(call.o.at<T>(seq.batch, at, head) + lane * 8), vector);
     if (lane == 0) call.lse.at(seq.batch, at, head) = (max + log2f(sum)) * kLn2;
     __syncwarp();  // the weights have been read
   }

@@ -108,7 +108,7 @@ class SelectedReader {
 };
 
 // Products of a warp with tiles as the copy engine leaves them: kKeys rows in panels of 64 columns, 128 bytes a row,
-// 16-byte pieces permuted by the swizzle. The eight rows of an ldmatrix lie in different banks.
+// 16-byte vectors permuted by the swizzle. The eight rows of an ldmatrix lie in different banks.
 
 /// s = a * tile^T: sixteen rows (fragments by load_a(a, k)) against keys `first` ... + 8 * N - 1 of the tile. In steps
 /// of 32 keys, so that registers are left for fragments of keys on their way.
