@@ -148,7 +148,7 @@ static __global__ void read_all(const uint4* p, std::size_t count, unsigned* out
   if (x == 0x5eed) *out = x;
 }
 
-/// Memory that is read before a call, so that the call's is not in the second-level cache (writing it would leave 60 MB
+/// Memory that is read before a call, so that the call's is not in L2 (writing it would leave 60 MB
 /// to be written back during the call).
 class Flush {
  public:

@@ -15,7 +15,7 @@
 namespace nsa::bench {
 namespace {
 
-constexpr std::int64_t kFlushBytes = 512 << 20;  // several times any second-level cache
+constexpr std::int64_t kFlushBytes = 512 << 20;  // several times any L2
 
 /// An event behind all that has been launched.
 c10::Event now(const c10::Stream& stream) {

@@ -38,14 +38,14 @@ TEST(DecodeSteps, ClustersAreTheForward) {
   }
 }
 
-/// Calls body() with so many multiprocessors (cluster_shape() goes by them) that steps of m tokens have clusters of
+/// Calls body() with so many SMs (cluster_shape() goes by them) that steps of m tokens have clusters of
 /// every shape, and thread blocks that share what several queries read.
 template <class Body>
 void with_every_shape(const StreamCase& c, std::int64_t m, const Body& body) {
   const std::int64_t clusters = c.batch * c.kv_heads * m * ((c.group + 31) / 32);
   for (const double share : {0.06, 0.7, 1.25, 2.5, 3.75, 5.0, 12.5}) {
     const std::string processors = std::to_string(std::lround(share * static_cast<double>(clusters)));
-    SCOPED_TRACE(processors + " multiprocessors");
+    SCOPED_TRACE(processors + " SMs");
     const Environment environment("NSA_CUDA_PROCESSORS", processors);
     body();
   }

@@ -58,7 +58,7 @@ TEST(Heuristics, ADescriptionNamesTheKernelsOrTheReason) {
   EXPECT_NE(small.find("selected_attention: sm90 block-major"), std::string::npos) << small;
   const std::string odd = describe_kernels({.key_dim = 80, .phi = CompressionKind::kMean});
   EXPECT_NE(odd.find("sliding_window_attention: portable kernels: head dims other"), std::string::npos) << odd;
-  EXPECT_NE(odd.find("compress: portable kernels: the mean is no matrix product"), std::string::npos) << odd;
+  EXPECT_NE(odd.find("compress: portable kernels: the mean has no GEMM"), std::string::npos) << odd;
   EXPECT_EQ(describe_kernels({.num_heads = 6}), "num_kv_heads = 4: must divide num_heads = 6");
 }
 
@@ -181,7 +181,7 @@ TEST(Heuristics, TilesOfCompressedRows) {
   const auto rows = [](std::int64_t segments, std::int64_t hidden = 256) {
     return compress::compress_tile_rows(true, 128, hidden, segments, 8, 132);
   };
-  EXPECT_EQ(rows(32), 64);    // 8k tokens: twice as many multiprocessors
+  EXPECT_EQ(rows(32), 64);    // 8k tokens: twice as many SMs
   EXPECT_EQ(rows(128), 128);  // one round of 128 rows, or two of 64
   EXPECT_EQ(rows(256), 128);
   EXPECT_EQ(rows(256, 384), 64);  // too many accumulators for 128 rows
@@ -282,7 +282,7 @@ TEST(Heuristics, ClustersAreSmallerWhereThereAreManyQueries) {
   EXPECT_EQ(capacity(128, 131072), Shape(2, 8));
   EXPECT_EQ(capacity(128, 262144), Shape(8, 4));
   EXPECT_EQ(capacity(4, 1 << 20), Shape(8, 4));
-  EXPECT_EQ(shape(4, [](auto& d) { d.processors = 7; }), Shape(1, 8));
+  EXPECT_EQ(shape(4, [](auto& d) { d.num_sms = 7; }), Shape(1, 8));
 }
 
 TEST(Heuristics, LongSequencesAreFirstWhereClustersWait) {
@@ -311,7 +311,7 @@ TEST(Heuristics, TwoKeyTilesAtOnceWhereFaster) {
   d.float8 = true;
   for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(key_tiles(queries), 2);  // clusters
   d.capacity = 8192;
-  EXPECT_EQ(key_tiles(133), 1);  // 1 x 8, two thread blocks on a multiprocessor
+  EXPECT_EQ(key_tiles(133), 1);  // 1 x 8, two thread blocks on an SM
   d = step();
   d.key_dim = 192;
   for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(key_tiles(queries), 1);

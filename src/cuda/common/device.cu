@@ -102,7 +102,7 @@ std::string plain_name(const char* mangled) {
 
 }  // namespace
 
-cudaError_t multiprocessors(int& count) {
+cudaError_t sm_count(int& count) {
   int device = 0;
   const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;

@@ -7,8 +7,8 @@
 
 namespace nsa::cuda {
 
-/// Multiprocessors of the current device.
-cudaError_t multiprocessors(int& count);
+/// The number of SMs of the current device.
+cudaError_t sm_count(int& count);
 
 /// The kernel of a logged call and how it is launched go to the log (core/log.h). Its name is added to the file
 /// NSA_CUDA_TRACE, once for each file, if the process began with that variable (tools/kernel_cases.py).

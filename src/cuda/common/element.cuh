@@ -1,4 +1,4 @@
-// Element types of the CUDA kernels and warp-level matrix products on them.
+// Element types of the CUDA kernels and warp-level matmuls (mma) on them.
 //
 // One kernel source serves bfloat16, float16 and float32, because the fragments of mma.sync are alike when counted in
 // bytes: an A operand is 16 rows x 32 bytes (16 elements of 16 bits with m16n8k16, 8 floats with m16n8k8), a B operand

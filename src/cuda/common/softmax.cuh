@@ -7,8 +7,7 @@
 namespace nsa::cuda {
 
 /// The A fragments of sixteen rows, given by pointers to this lane's two (lane/4 and lane/4 + 8; null: zeros), negated
-/// on demand. Rows are kept in registers, or (float32 rows would not fit) read again each time, from the first-level
-/// cache.
+/// on demand. Rows are kept in registers, or (float32 rows would not fit) read again each time, from L1.
 template <class T, int D, bool kKept = sizeof(T) == 2>
 class RowFragments {
  public:

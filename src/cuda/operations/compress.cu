@@ -88,10 +88,10 @@ void take_segments(sm90::compress::CompressWork& work, Execution& e) {
 }
 Status choose_tiles(sm90::compress::CompressWork& work) {
   const CompressArgs& args = work.problem[0];
-  int processors = 0;
-  if (Status s = status_of(multiprocessors(processors), "compress"); !s.ok()) return s;
+  int num_sms = 0;
+  if (Status s = status_of(sm_count(num_sms), "compress"); !s.ok()) return s;
   work.tile_rows = sm90::compress::compress_tile_rows(args.mlp, args.dim, args.hidden, work.max_segments(args),
-                                                      args.geometry.kv_heads * work.problems, processors);
+                                                      args.geometry.kv_heads * work.problems, num_sms);
   return {};
 }
 

@@ -24,7 +24,7 @@ __device__ inline DeviceSequence sequence_of_item(const BackwardArgs& args, int&
 }
 
 /// Which keys and queries item `x` of a range is about. Neighbouring items, which run at the same time, read the same
-/// queries, so that these come from the second-level cache: of the compressed branch all key tiles are in turn for a
+/// queries, so that these come from L2: of the compressed branch all key tiles are in turn for a
 /// chunk of the queries; a tile of the window walks round from a query that it has in common with its neighbours.
 __host__ __device__ inline KeyTile range_item(const BackwardArgs& args, const DeviceSequence& seq, int key_count,
                                               int x) {

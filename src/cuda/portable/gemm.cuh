@@ -1,4 +1,4 @@
-// A matrix product on tensor cores whose factors are found by functions: phi reads overlapping blocks of tokens in
+// A GEMM on tensor cores whose operands are found by functions: phi reads overlapping blocks of tokens in
 // place.
 //
 // C[m][n] = sum over (o, k) of A(m, o, k) * B(o, k, n), o < outer, k < inner, in this order. The problem is a struct
@@ -27,7 +27,7 @@ struct GemmTiles {
 /// Many rows: every element is used often.
 template <class T>
 using ManyRows = GemmTiles<64, 64, 32, 2, 128>;
-/// Few rows: what matters is that all multiprocessors read B, much at a time.
+/// Few rows: what matters is that all SMs read B, much at a time.
 template <class T>
 using SkinnyGemm = GemmTiles<16, 16, 256 / sizeof(T), 4, 256>;
 

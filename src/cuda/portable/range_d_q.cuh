@@ -39,7 +39,7 @@ struct StoredTiles {
     return __ldcs(reinterpret_cast<const uint4*>(from + m * pitch + (key / 16 + k) * DsBuffer::kTile));
   }
   __device__ __forceinline__ void fetch(int k, int m, int key) { ahead[k][m] = at(k, m, key); }
-  /// Into the second-level cache.
+  /// Into L2.
   __device__ __forceinline__ void prefetch(int k, int m, int key) const {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from + m * pitch + (key / 16 + k) * DsBuffer::kTile));
   }

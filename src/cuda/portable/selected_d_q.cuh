@@ -15,7 +15,7 @@ struct SelectedDq : KeySteps<T, Dk, Dv, Dk> {
   static constexpr int kQ = KeySteps<T, Dk, Dv, Dk>::kMemory;
   static constexpr int kGradients = kQ + (kShared ? SharedFragments<T, Dk>::kBytes : 0);
   static constexpr int kMemory = kGradients + (kShared ? SharedFragments<T, Dv>::kBytes : 0);
-  static constexpr int kBlocks = kShared && kHopper && Dk <= 128 ? 3 : 2;  // of a multiprocessor
+  static constexpr int kBlocks = kShared && kHopper && Dk <= 128 ? 3 : 2;  // of an SM
 };
 
 template <class T, int Dk, int Dv>

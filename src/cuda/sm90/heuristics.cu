@@ -111,24 +111,24 @@ decode::StepMemory step_memory(const StepDesc& call, decode::ClusterShape shape)
           call.capacity / cfg.block_size + 1};
 }
 
-/// Thread blocks of a step's clusters that a multiprocessor holds.
+/// Thread blocks of a step's clusters that an SM holds.
 std::int64_t blocks_at_once(const StepDesc& call, decode::ClusterShape shape) {
-  constexpr std::int64_t kMemory = 228 * 1024, kReserved = 1024;  // of a multiprocessor; for each thread block
+  constexpr std::int64_t kMemory = 228 * 1024, kReserved = 1024;  // of an SM; for each thread block
   const int tiles = decode::step_tiles(static_cast<int>(call.group));
-  return std::min<std::int64_t>(decode::blocks_per_processor(shape, tiles, call.key_dim, call.float8),
+  return std::min<std::int64_t>(decode::blocks_per_sm(shape, tiles, call.key_dim, call.float8),
                                 kMemory / (step_memory(call, shape).bytes() + kReserved));
 }
 
-/// Clusters that a device holds at once: the multiprocessors of one lie close together, which leaves over a tenth of
+/// Clusters that a device holds at once: the SMs of one lie close together, which leaves over a tenth of
 /// them.
-std::int64_t clusters_at_once(decode::ClusterShape shape, std::int64_t blocks, int processors) {
-  return blocks * processors * (shape.ranks > 2 ? 10 : 11) / (11 * shape.ranks);
+std::int64_t clusters_at_once(decode::ClusterShape shape, std::int64_t blocks, int num_sms) {
+  return blocks * num_sms * (shape.ranks > 2 ? 10 : 11) / (11 * shape.ranks);
 }
 
-/// Of fewer new tokens, or fewer queries for two multiprocessors, each query has a cluster to itself. A choice of
+/// Of fewer new tokens, or fewer queries for two SMs, each query has a cluster to itself. A choice of
 /// blocks goes over the compressed keys twice. At 64k tokens 2.9 queries took as long, 3.9 took 7 % less; with a
 /// choice 3.9 took 10 % longer, 5.8 took 3 to 13 % less.
-constexpr std::int64_t kMinSharedTokens = 3, kSharedPerTwoProcessors = 3, kSharedChoosingPerTwoProcessors = 5;
+constexpr std::int64_t kMinSharedTokens = 3, kSharedPerTwoSms = 3, kSharedChoosingPerTwoSms = 5;
 
 /// Whether thread blocks of four queries serve the step: each takes as long as several clusters of one query.
 bool shares_queries(const StepDesc& call) {
@@ -136,8 +136,8 @@ bool shares_queries(const StepDesc& call) {
     return false;
   const decode::QueriesMemory memory(decode::BlockKeys(call.cfg), static_cast<int>(call.key_dim), call.cfg.topk,
                                      call.capacity / call.cfg.block_size + 1);
-  const std::int64_t least = call.chooses ? kSharedChoosingPerTwoProcessors : kSharedPerTwoProcessors;
-  return memory.fits() && call.tokens >= kMinSharedTokens && 2 * call.queries > least * call.processors;
+  const std::int64_t least = call.chooses ? kSharedChoosingPerTwoSms : kSharedPerTwoSms;
+  return memory.fits() && call.tokens >= kMinSharedTokens && 2 * call.queries > least * call.num_sms;
 }
 
 /// Clusters of a step.
@@ -200,7 +200,7 @@ Kernels choose_kernels(const AttentionDesc& call) {
 }
 
 const char* unsupported_reason(const CompressDesc& call) {
-  if (call.kind == CompressionKind::kMean) return "the mean is no matrix product";
+  if (call.kind == CompressionKind::kMean) return "the mean has no GEMM";
   if (call.dtype != DType::kBFloat16 && call.dtype != DType::kFloat16) return "neither bfloat16 nor float16";
   if (!all_kernels(call).compress) return "head dims other than 64, 128 and 192";
   // Hidden units are the columns of a tensor map (multiples of 16 bytes) and accumulators.
@@ -269,9 +269,9 @@ decode::ClusterShape cluster_shape(const StepDesc& call) {
         !step_memory(call, shape).fits())
       continue;
     const std::int64_t blocks = blocks_at_once(call, shape);
-    const std::int64_t clusters = clusters_at_once(shape, blocks, call.processors);
+    const std::int64_t clusters = clusters_at_once(shape, blocks, call.num_sms);
     if (call.queries * decode::step_clusters(group) <= clusters) return shape;
-    // Of several waves few, and of clusters of others on the same multiprocessor, which work where one waits.
+    // Of several waves few, and of clusters of others on the same SM, which work where one waits.
     if (clusters > most || (clusters == most && blocks >= most_blocks))
       best = shape, most = clusters, most_blocks = blocks;
   }
@@ -282,10 +282,9 @@ StepKernels choose_kernels(const StepDesc& call) {
   if (unsupported_reason(call)) return {};
   StepKernels kernels = all_kernels(call);
   kernels.shape = cluster_shape(call);
-  const std::int64_t at_once =
-      kernels.shape == decode::kSharedQueries
-          ? call.processors
-          : clusters_at_once(kernels.shape, blocks_at_once(call, kernels.shape), call.processors);
+  const std::int64_t at_once = kernels.shape == decode::kSharedQueries
+                                   ? call.num_sms
+                                   : clusters_at_once(kernels.shape, blocks_at_once(call, kernels.shape), call.num_sms);
   kernels.longest_first = clusters_of(call, kernels.shape) > at_once;
   if (append_compress_unsupported_reason(call)) kernels.append_compress = nullptr;
   return kernels;
@@ -379,7 +378,7 @@ StepKernels kernels_for(int index, const StepDesc& call) {
   }
   if (!supported) return {};
   StepDesc here = call;
-  if (multiprocessors(here.processors) != cudaSuccess) cudaGetLastError();
+  if (sm_count(here.num_sms) != cudaSuccess) cudaGetLastError();
   here.batch_invariant = batch_invariant();
   return choose_kernels(here);
 }

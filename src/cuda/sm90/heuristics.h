@@ -85,7 +85,7 @@ struct StepDesc {
   std::int64_t queries = 1;                 // of all sequences and KV heads
   std::int64_t tokens = 1;                  // new ones of a sequence, an upper bound
   bool chooses = true;                      // blocks; else they are given
-  int processors = 132;                     // multiprocessors of the device
+  int num_sms = 132;                        // SMs of the device
   bool batch_invariant = false;             // a query's bits do not depend on how many there are
 };
 

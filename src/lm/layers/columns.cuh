@@ -73,7 +73,7 @@ __device__ inline void launch_dependents() {
 #endif
 }
 
-/// Brings what no kernel writes into the second-level cache: ahead of griddepcontrol_wait(), since weights of one layer
+/// Brings what no kernel writes into L2: ahead of griddepcontrol_wait(), since weights of one layer
 /// are no longer there when the next token comes.
 __device__ inline void prefetch(const void* from, std::int64_t bytes) {
   constexpr std::int64_t kLine = 128;

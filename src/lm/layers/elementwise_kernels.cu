@@ -176,7 +176,7 @@ int swiglu(const SwigluArgs& args, void* stream) {
   return launch(swiglu_columns, blocks_for(args.rows * (args.width / kColumns)), kThreads, 0, stream, true, args);
 }
 
-// Enough for every multiprocessor, and the same number on every device.
+// Enough for every SM, and the same number on every device.
 std::int64_t num_partials(std::int64_t rows, std::int64_t width) {
   return std::min<std::int64_t>(rows, (1 << 17) / row_threads(width));
 }

@@ -215,16 +215,16 @@ __device__ void multiply_skinny(const SkinnyGemmArgs& args, int block, int group
   static_cast<__nv_bfloat16*>(args.y)[to] = __float2bfloat16_rn(y);
 }
 
-constexpr int blocks_per_multiprocessor(int most) { return most <= 2 ? 4 : 2; }
+constexpr int blocks_per_sm(int most) { return most <= 2 ? 4 : 2; }
 
 template <int most, int kTiles>
-__global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(most))
+__global__ void __launch_bounds__(kThreads, blocks_per_sm(most))
     skinny_gemm_kernel(const __grid_constant__ SkinnyGemmArgs args) {
   multiply_skinny<most, kTiles>(args, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y));
 }
 
 template <int most>
-__global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(most))
+__global__ void __launch_bounds__(kThreads, blocks_per_sm(most))
     skinny_gemm_and_rotation(const __grid_constant__ SkinnyGemmArgs args, const __grid_constant__ RotaryCopyArgs copies,
                              const __grid_constant__ RotaryCopyGrid grid, unsigned gemm_blocks) {
   const unsigned blocks = gemm_blocks / static_cast<unsigned>(groups_of(args));
@@ -260,7 +260,7 @@ int launch_gemm(void (*kernel)(Params...), const SkinnyGemmArgs& args, int block
   const int rows = std::min(args.rows, kMaxRows);
   const int memory = kWarps * stages * block_rows * kWarpColumns * 2 + rows * row_stride(args.depth) * 2;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory);
-  // Thread blocks of several kernels lie on a multiprocessor beside each other.
+  // Thread blocks of several kernels lie on an SM beside each other.
   if (error == cudaSuccess)
     error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
@@ -271,11 +271,11 @@ int launch_gemm(void (*kernel)(Params...), const SkinnyGemmArgs& args, int block
 }  // namespace
 
 int skinny_gemm(const SkinnyGemmArgs& args, void* stream) {
-  int device = 0, multiprocessors = 0;
+  int device = 0, sms = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  // Three tiles a thread block where one each would be more than two thread blocks on a multiprocessor.
-  const bool several = args.depth <= kStep && args.columns > 2 * multiprocessors * kTileRows;
+  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  // Three tiles a thread block where one each would be more than two thread blocks on an SM.
+  const bool several = args.depth <= kStep && args.columns > 2 * sms * kTileRows;
   const int block_rows = several ? kMaxTiles * kTileRows : kTileRows;
   auto* const kernel = several ? kernel_of<kMaxTiles>(args.rows) : kernel_of<1>(args.rows);
   const dim3 blocks(static_cast<unsigned>(column_blocks(args, block_rows)), static_cast<unsigned>(groups_of(args)));

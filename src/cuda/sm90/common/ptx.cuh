@@ -1,5 +1,5 @@
-// Instructions of sm_90a that CUDA C++ has no names for: barriers in shared memory that count bytes, the copy engine
-// (TMA), register budgets, named barriers. Addresses of shared memory are 32 bits.
+// Instructions of sm_90a that CUDA C++ has no names for: barriers in shared memory that count bytes,
+// TMA, register budgets, named barriers. Addresses of shared memory are 32 bits.
 #pragma once
 
 #include <cuda.h>
@@ -81,13 +81,13 @@ __device__ __forceinline__ void tma_load_spread(std::uint32_t to, const CUtensor
                                                 int batch, std::uint32_t barrier) {
   tma_load(to, map, column, row / 8, row % 8, head, batch, barrier);
 }
-/// The same box into the second-level cache only.
+/// The same box into L2 only.
 __device__ __forceinline__ void tma_prefetch(const CUtensorMap& map, int column, int head, int row, int batch) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column), "r"(head),
                "r"(row), "r"(batch)
                : "memory");
 }
-/// The line with this address into the second-level cache.
+/// The line with this address into L2.
 __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
@@ -100,10 +100,10 @@ __device__ __forceinline__ void bulk_copy(std::uint32_t to, const void* from, in
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-/// Orders writes of global memory that this thread knows of before its copies by the copy engine.
+/// Orders writes of global memory that this thread knows of before its copies by TMA.
 __device__ __forceinline__ void fence_global_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-/// Orders this thread's accesses of shared memory before or after those of the copy engine and of wgmma. After reads
+/// Orders this thread's accesses of shared memory before or after those of TMA and of wgmma. After reads
 /// by ldmatrix it must come before the slot is released: ptxas lets the arrival overtake the last of them.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -1,4 +1,4 @@
-// Tensor maps: how the copy engine finds boxes of rows in a tensor.
+// Tensor maps: how TMA finds boxes of rows in a tensor.
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,7 @@
 
 namespace nsa::cuda::sm90 {
 
-/// Whether the copy engine can read 16-bit elements laid out like this: strides and address multiples of 16 bytes.
+/// Whether TMA can read 16-bit elements laid out like this: strides and address multiples of 16 bytes.
 bool tma_compatible(const Strided& t);
 
 /// Boxes of 64 columns x `box_heads` heads x `box_rows` rows (at most 256 each) of a 16-bit tensor of `columns` x

@@ -1,7 +1,7 @@
-// Warpgroup matrix products (wgmma): 64 rows of A against N columns of B, 16 steps of the reduction at a time.
+// Warpgroup matmuls (wgmma): 64 rows of A against N columns of B, 16 steps of the reduction at a time.
 //
 // A tile of R rows x D elements lies in shared memory as D / 64 panels of R rows x 128 bytes, each row's 16-byte
-// vectors permuted by the 128-byte swizzle of the copy engine: what tma_load makes of boxes of 64 columns. Panels begin
+// vectors permuted by the 128-byte swizzle of TMA: what tma_load makes of boxes of 64 columns. Panels begin
 // at multiples of 1024 bytes. As an operand a tile is either read along its rows (the reduction runs over D) or along
 // its columns (the reduction runs over the rows: "transposed").
 #pragma once

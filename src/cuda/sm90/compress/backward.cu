@@ -432,7 +432,7 @@ cudaError_t run_sums(const CompressWork& work, cudaStream_t stream) {
 }
 
 template <class T, int D, int kColumns>
-cudaError_t run_weight_gradients(const CompressWork& work, int processors, cudaStream_t stream) {
+cudaError_t run_weight_gradients(const CompressWork& work, int num_sms, cudaStream_t stream) {
   WeightMaps maps{};
   FirstError first;
   std::int64_t items = 0;
@@ -451,12 +451,12 @@ cudaError_t run_weight_gradients(const CompressWork& work, int processors, cudaS
     if (args.mlp) first(make_boxes(of.h, args, h, args.hidden, kStepRows));
   }
   if (first.error != cudaSuccess) return first.error;
-  return launch(weight_gradients<T, D, kColumns>, static_cast<unsigned>(std::min<std::int64_t>(items, processors)),
+  return launch(weight_gradients<T, D, kColumns>, static_cast<unsigned>(std::min<std::int64_t>(items, num_sms)),
                 kThreads, WeightLayout<kColumns>::kMemory, stream, maps, work);
 }
 
 template <class T, int D>
-cudaError_t run_token_gradients(const CompressWork& work, int processors, cudaStream_t stream) {
+cudaError_t run_token_gradients(const CompressWork& work, int num_sms, cudaStream_t stream) {
   TokenGradientMaps maps{};
   FirstError first;
   bool wanted = false;
@@ -470,22 +470,22 @@ cudaError_t run_token_gradients(const CompressWork& work, int processors, cudaSt
   const Geometry& g = work.problem[0].geometry;
   const std::int64_t items = ceil_div(work.max_token_segments, TokenLayout::kSegments) *
                              ceil_div(g.kernel_stride * D, kTokenColumns) * g.kv_heads * work.problems;
-  return launch(token_gradients<T, D>, static_cast<unsigned>(std::min<std::int64_t>(items, processors)), kThreads,
+  return launch(token_gradients<T, D>, static_cast<unsigned>(std::min<std::int64_t>(items, num_sms)), kThreads,
                 TokenLayout::kMemory, stream, maps, work);
 }
 
 template <class T, int D>
 cudaError_t run(const CompressWork& work, cudaStream_t stream) {
-  int processors = 0;
+  int num_sms = 0;
   FirstError first;
-  first(multiprocessors(processors));
+  first(sm_count(num_sms));
   first(run_sums<T>(work, stream));
   if (first.error != cudaSuccess) return first.error;
   // Fewer columns where more would be empty.
   const int hidden = work.problem[0].hidden;
-  first(hidden <= 128 || (hidden > 256 && hidden <= 384) ? run_weight_gradients<T, D, 128>(work, processors, stream)
-                                                         : run_weight_gradients<T, D, 256>(work, processors, stream));
-  first(run_token_gradients<T, D>(work, processors, stream));
+  first(hidden <= 128 || (hidden > 256 && hidden <= 384) ? run_weight_gradients<T, D, 128>(work, num_sms, stream)
+                                                         : run_weight_gradients<T, D, 256>(work, num_sms, stream));
+  first(run_token_gradients<T, D>(work, num_sms, stream));
   for (int i = 0; i < work.problems; ++i) {
     const CompressArgs& args = work.problem[i];
     const dim3 grid(static_cast<unsigned>(ceil_div(args.geometry.kernel_size * D, 8)),

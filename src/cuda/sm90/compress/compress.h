@@ -75,14 +75,14 @@ inline Strided hidden_gradient(const CompressArgs& args) {
 }
 
 /// Rows of a tile, given how many segments there are and how many heads (of all tensors), for a number of
-/// multiprocessors. Half the rows take more than half of the time.
+/// SMs. Half the rows take more than half of the time.
 inline int compress_tile_rows(bool mlp, int dim, std::int64_t hidden, std::int64_t segments, std::int64_t heads,
-                              std::int64_t processors) {
+                              std::int64_t num_sms) {
   if (!mlp) return CompressWork::kWideRows;
   if (hidden > CompressWork::wide_hidden(dim)) return CompressWork::kNarrowRows;
   const auto rounds = [&](std::int64_t tile_rows) {
     const std::int64_t tiles = (segments * CompressWork::kSegment + tile_rows - 1) / tile_rows;
-    return (tiles * heads + processors - 1) / processors;
+    return (tiles * heads + num_sms - 1) / num_sms;
   };
   const bool narrow = 10 * rounds(CompressWork::kWideRows) > 6 * rounds(CompressWork::kNarrowRows);
   return narrow ? CompressWork::kNarrowRows : CompressWork::kWideRows;

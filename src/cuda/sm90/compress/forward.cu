@@ -463,12 +463,12 @@ cudaError_t run(const CompressWork& work, cudaStream_t stream) {
     if (args.mlp) first(make_tensor_map(maps.of[i].w2, args, args.w2, D, args.hidden, 64));
     if (kBackward) first(make_boxes(maps.of[i].d_out, args, args.d_out, D, L::kRows));
   }
-  int processors = 0;
-  first(multiprocessors(processors));
+  int num_sms = 0;
+  first(sm_count(num_sms));
   if (first.error != cudaSuccess) return first.error;
   const std::int64_t rows = CompressWork::max_segments(work.problem[0]) * CompressWork::kSegment;
   const std::int64_t items = ceil_div(rows, L::kRows) * g.kv_heads * work.problems;
-  const auto blocks = static_cast<unsigned>(std::clamp<std::int64_t>(items, 1, processors));
+  const auto blocks = static_cast<unsigned>(std::clamp<std::int64_t>(items, 1, num_sms));
   return launch(compress<T, D, kColumns, kNarrow, kBackward>, blocks, kThreads, L::kMemory, stream, maps, work);
 }
 

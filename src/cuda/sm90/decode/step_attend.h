@@ -48,12 +48,12 @@ constexpr bool has_kernel(ClusterShape shape, int tiles, std::int64_t key_dim, b
   return shape.key_tiles == 2 ? pairs : !pairs || (shape.ranks == 1 && key_dim == 128);
 }
 
-/// Warps of a multiprocessor that share out its registers, and the thread blocks that these are.
-constexpr int warps_per_processor(ClusterShape shape, int tiles, std::int64_t key_dim, bool float8) {
+/// Warps of an SM that share out its registers, and the thread blocks that these are.
+constexpr int warps_per_sm(ClusterShape shape, int tiles, std::int64_t key_dim, bool float8) {
   return tiles > 1 || key_dim > 128 ? 8 : float8 ? 16 : shape.key_tiles == 2 ? 8 : 12;
 }
-constexpr int blocks_per_processor(ClusterShape shape, int tiles, std::int64_t key_dim, bool float8) {
-  return warps_per_processor(shape, tiles, key_dim, float8) / shape.warps;
+constexpr int blocks_per_sm(ClusterShape shape, int tiles, std::int64_t key_dim, bool float8) {
+  return warps_per_sm(shape, tiles, key_dim, float8) / shape.warps;
 }
 
 /// What the importance of a selection block is made of. A key tile holds whole blocks: 2, 4, 8 or 16 compressed keys

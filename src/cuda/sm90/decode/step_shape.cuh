@@ -16,10 +16,10 @@ struct StepShape {
   static constexpr bool kFloat8 = kInFloat8;
   static constexpr ClusterShape kShape{kOfRanks, kOfWarps, kOfKeyTiles};
   static constexpr int kRanks = kOfRanks, kWarps = kOfWarps, kThreads = 32 * kWarps;
-  // Of a multiprocessor: its registers are shared out among so many thread blocks, each of so many threads.
-  static constexpr int kBlocks = blocks_per_processor(kShape, kTiles, Dk, kFloat8);
+  // Of an SM: its registers are shared out among so many thread blocks, each of so many threads.
+  static constexpr int kBlocks = blocks_per_sm(kShape, kTiles, Dk, kFloat8);
   static constexpr int kAtOnce = kOfKeyTiles;
-  static constexpr int kRegisterThreads = 32 * warps_per_processor(kShape, kTiles, Dk, kFloat8) / kBlocks;
+  static constexpr int kRegisterThreads = 32 * warps_per_sm(kShape, kTiles, Dk, kFloat8) / kBlocks;
   static constexpr int kLoadKeys = kTileKeys * kAtOnce;
   static constexpr int kStageKeyTiles = kWarps * kAtOnce;
   using TileSlot = KeyTileSlot<kRanks, kStageKeyTiles>;

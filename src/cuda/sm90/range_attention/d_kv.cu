@@ -382,8 +382,8 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
   args.to_next_line = args.terms.line - 3 * args.terms.array;
   args.to_next_row = args.packing.rows - args.packing.slices * args.terms.line;
   KeyMaps maps;
-  int processors = 0;
-  cudaError_t error = multiprocessors(processors);
+  int num_sms = 0;
+  cudaError_t error = sm_count(num_sms);
   if (error == cudaSuccess) error = args.packing.make_tensor_map(maps.q, branch.q, g, Dk);
   if (error == cudaSuccess) error = args.packing.make_tensor_map(maps.d_o, branch.d_o, g, Dv);
   if (error == cudaSuccess) error = make_key_tensor_map(maps.k, branch.k, g, Dk, compressed, 64);
@@ -392,7 +392,7 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
   if (error == cudaSuccess) error = make_row_terms(branch, stream, !kSideBySide<Dk, Dv>);
   if (error == cudaSuccess) error = launch(make_schedule, blocks, 128, 0, stream, args);
   if (error == cudaSuccess)
-    error = launch(range_d_kv<NSA_ELEMENT, Dk, Dv>, std::min(args.work.items, processors), 384, Memory<Dk, Dv>::kBytes,
+    error = launch(range_d_kv<NSA_ELEMENT, Dk, Dv>, std::min(args.work.items, num_sms), 384, Memory<Dk, Dv>::kBytes,
                    stream, args, maps);
   if (error != cudaSuccess || args.work.chunks == 1) return error;
   const dim3 sums(args.work.key_tiles, args.work.lines, kSumBlocks);

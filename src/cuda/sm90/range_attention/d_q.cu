@@ -298,8 +298,8 @@ cudaError_t launch_range_d_q<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Back
   args.row_tiles = static_cast<int>(ceil_div(g.q_len, kWarpgroups * args.packing.queries));
   args.work = args.row_tiles * args.packing.slices * g.kv_heads * g.batches;
   RangeMaps maps;
-  int processors = 0;
-  cudaError_t error = multiprocessors(processors);
+  int num_sms = 0;
+  cudaError_t error = sm_count(num_sms);
   if (error == cudaSuccess) error = args.packing.make_tensor_map(maps.q, first.q, g, Dk);
   if (error == cudaSuccess) error = args.packing.make_tensor_map(maps.d_o, first.d_o, g, Dv);
   for (int b = 0; b < args.branches && error == cudaSuccess; ++b) {
@@ -309,7 +309,7 @@ cudaError_t launch_range_d_q<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Back
       error = make_key_tensor_map(maps.v[b], branch.v, branch.geometry, Dv, branch.window == 0, kKeys);
   }
   if (error != cudaSuccess) return error;
-  return launch(range_d_q<NSA_ELEMENT, Dk, Dv>, std::min(args.work, processors), (kWarpgroups + 1) * 128,
+  return launch(range_d_q<NSA_ELEMENT, Dk, Dv>, std::min(args.work, num_sms), (kWarpgroups + 1) * 128,
                 Memory<Dk, Dv>::kBytes, stream, args, maps);
 }
 

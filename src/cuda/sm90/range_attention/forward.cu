@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     barriers.init();
     fence_mbarrier_init();
   }
-  // Rows without use stay zero: the copy engine does not touch them.
+  // Rows without use stay zero: TMA does not touch them.
   const HeadPacking packing(args.geometry.group);
   const int used = packing.heads * packing.queries, unused = (64 - used) * 8;  // 16-byte vectors of a panel
   for (int i = threadIdx.x; i < unused * (kGroups * Dk / 64); i += kThreads) {
@@ -396,8 +396,8 @@ cudaError_t run(const WindowCombineArgs& call, cudaStream_t stream) {
   const std::int64_t rows = query_rows(g), keys = key_rows(g, args.window == 0);
   const int batches = tensor_batches(g);
   if (rows == 0 || g.batches == 0) return cudaSuccess;
-  int processors = 0;
-  cudaError_t error = multiprocessors(processors);
+  int num_sms = 0;
+  cudaError_t error = sm_count(num_sms);
   Maps maps{};
   const auto map_queries = [&](CUtensorMap& map, const Strided& t, int columns) {
     if (error == cudaSuccess)
@@ -414,7 +414,7 @@ cudaError_t run(const WindowCombineArgs& call, cudaStream_t stream) {
   if (call.o.data) map_queries(maps.o_slc, call.o_slc, Dv);
   if (error != cudaSuccess) return error;
   const std::int64_t tiles = (rows / (kGroups * packing.queries) + 1) * batches + (g.cu_q ? g.batches : 0);
-  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles * g.kv_heads * packing.slices, processors));
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles * g.kv_heads * packing.slices, num_sms));
   return launch(call.o.data ? range_forward<T, Dk, Dv, true> : range_forward<T, Dk, Dv, false>, blocks, kThreads,
                 Layout<Dk, Dv>::kMemory, stream, maps, call, FastDivmod(g.kernel_stride));
 }

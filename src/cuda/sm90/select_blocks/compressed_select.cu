@@ -12,7 +12,7 @@
 //       relative to the rows' references at that time, and the references -> a scratch of this thread block in global
 //       memory; at the end -lse of the rows -> shared memory
 //   a selector warp (selector_warp.cuh)
-//       the scratch, by the copy engine, times 2^(reference - lse), summed over the heads of a query (importance.cuh),
+//       the scratch, by TMA, times 2^(reference - lse), summed over the heads of a query (importance.cuh),
 //       of a large group over its warp tiles in order, too -> scores, in shared memory, or those of four queries in
 //       global memory -> the blocks chosen (topk.cuh)
 //
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(shared_address(&barriers.chunk_full[0][0] + i), 1);
     fence_mbarrier_init();
   }
-  if (warp_tiles_of<Tiles>(args).rows() < 16) {  // rows without use stay zero: the copy engine does not touch them
+  if (warp_tiles_of<Tiles>(args).rows() < 16) {  // rows without use stay zero: TMA does not touch them
     auto* vectors = reinterpret_cast<uint4*>(memory + (queries - shared_address(memory)));
     for (int i = threadIdx.x; i < kGroups * L::kQueryBytes / 16; i += kThreads) vectors[i] = uint4{};
     fence_async();
@@ -246,7 +246,7 @@ Kernel instance_for(const CompressedSelectArgs& args) {
                                             : instance_of<BlocksOfStrides<4>>(args);
 }
 
-cudaError_t launch_heads(const CompressedSelectArgs& call, int processors, cudaStream_t stream) {
+cudaError_t launch_heads(const CompressedSelectArgs& call, int num_sms, cudaStream_t stream) {
   constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
   using L = SelectLayout<Dk, Dv>;
   constexpr int kDynamic = kSharedMemory - (static_cast<int>(sizeof(SelectBarriers)) + 1023) / 1024 * 1024;
@@ -283,7 +283,7 @@ cudaError_t launch_heads(const CompressedSelectArgs& call, int processors, cudaS
   if (error == cudaSuccess) error = make_tensor_map(maps.k_row, k, Dk, g.kv_heads, rows, batches, 1, 1);
   if (error == cudaSuccess) error = make_tensor_map(maps.v_row, v, Dv, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
-  return launch(instance_for(args), std::min(scratch.thread_blocks, processors), kThreads,
+  return launch(instance_for(args), std::min(scratch.thread_blocks, num_sms), kThreads,
                 L::memory(args.warp_tiles, args.near_keys, args.chunks, key_rings), stream, maps, args,
                 FastDivmod(g.kernel_stride));
 }
@@ -304,15 +304,15 @@ CompressedSelectArgs of_head(CompressedSelectArgs args, int kv_head) {
 }
 
 /// Whether KV heads are served one after the other: where their keys and values together leave no space for the scratch
-/// in the second-level cache, and each has so many tiles that the last round of them, which few thread blocks have,
+/// in L2, and each has so many tiles that the last round of them, which few thread blocks have,
 /// does not matter. The noise of a head depends on its number.
-bool heads_in_turn(const CompressedSelectArgs& args, int processors) {
+bool heads_in_turn(const CompressedSelectArgs& args, int num_sms) {
   constexpr std::int64_t kRowBytes = (NSA_KEY_DIM + NSA_VALUE_DIM) * sizeof(NSA_ELEMENT), kTogether = 16 << 20;
   constexpr int kRounds = 32;
   const Geometry& g = args.range.geometry;
   return g.kv_heads > 1 && g.batches == 1 && args.noise == 0 &&
          most_key_tiles(g) * kKeys * kRowBytes * g.kv_heads > kTogether &&
-         query_rows(g) / WarpTiles(g.group).queries >= kRounds * processors;
+         query_rows(g) / WarpTiles(g.group).queries >= kRounds * num_sms;
 }
 
 }  // namespace
@@ -320,12 +320,12 @@ bool heads_in_turn(const CompressedSelectArgs& args, int processors) {
 template <>
 cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const CompressedSelectArgs& args,
                                                                               cudaStream_t stream) {
-  int processors = 0;
-  cudaError_t error = multiprocessors(processors);
+  int num_sms = 0;
+  cudaError_t error = sm_count(num_sms);
   if (error != cudaSuccess) return error;
-  if (!heads_in_turn(args, processors)) return launch_heads(args, processors, stream);
+  if (!heads_in_turn(args, num_sms)) return launch_heads(args, num_sms, stream);
   for (int head = 0; head < args.range.geometry.kv_heads && error == cudaSuccess; ++head)
-    error = launch_heads(of_head(args, head), processors, stream);
+    error = launch_heads(of_head(args, head), num_sms, stream);
   return error;
 }
 

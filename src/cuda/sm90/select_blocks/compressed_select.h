@@ -116,7 +116,7 @@ __host__ __device__ inline int most_key_tiles(const Geometry& g) { return g.k_le
 /// What the kernel takes besides its arguments, for sequences of up to k_len tokens. It grows with the device and with
 /// the length of a sequence, not with the number of queries.
 struct CompressedSelectScratch {
-  static constexpr int kThreadBlocks = 132;  // at most; one per multiprocessor
+  static constexpr int kThreadBlocks = 132;  // at most; one per SM
   static constexpr int kSelectorWarps = 3;   // selector warps of a thread block
   static constexpr int kBuffers = 3;         // tiles of queries
   static constexpr int kTileBytes = 576;     // of a warp tile and sixteen sums

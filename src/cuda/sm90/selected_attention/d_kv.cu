@@ -125,7 +125,7 @@ __device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volati
   }
 }
 
-/// Rows of Q or dO by the copy engine, `first` the address of a tile of them in stage 0. One warp: a lane copies one
+/// Rows of Q or dO by TMA, `first` the address of a tile of them in stage 0. One warp: a lane copies one
 /// panel of one query. The swizzle follows the address, so that a query may begin at any row. Rows of no query become
 /// zeros, or stay so.
 template <int D, int Dk, int Dv>
@@ -472,8 +472,8 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   KeyMaps maps;
   // One query each: a stage gathers them.
   const int heads = args.packing.heads, batches = tensor_batches(g);
-  int processors = 0;
-  cudaError_t error = multiprocessors(processors);
+  int num_sms = 0;
+  cudaError_t error = sm_count(num_sms);
   if (error == cudaSuccess) error = make_tensor_map(maps.q, branch.q, Dk, g.heads, query_rows(g), batches, heads, 1);
   if (error == cudaSuccess)
     error = make_tensor_map(maps.d_o, branch.d_o, Dv, g.heads, query_rows(g), batches, heads, 1);
@@ -483,8 +483,8 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   if (error == cudaSuccess) error = make_schedule(args, stream);
   const auto most = static_cast<unsigned>(work.items);
   if (error == cudaSuccess)
-    error = launch(selected_d_kv<NSA_ELEMENT, Dk, Dv>, std::min<unsigned>(most, processors), 384,
-                   Memory<Dk, Dv>::kBytes, stream, args, maps);
+    error = launch(selected_d_kv<NSA_ELEMENT, Dk, Dv>, std::min<unsigned>(most, num_sms), 384, Memory<Dk, Dv>::kBytes,
+                   stream, args, maps);
   if (error != cudaSuccess) return error;
   const dim3 sums(static_cast<unsigned>(work.sums), 1, kSumBlocks);
   return launch(sum_items<NSA_ELEMENT>, sums, 256, 0, stream, args, Dk, Dv);

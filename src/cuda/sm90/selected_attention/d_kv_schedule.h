@@ -1,6 +1,6 @@
 // How selected_d_kv cuts the lists of the inverse index into items, and what that takes.
 //
-// The rows of a query are read once for every block that it chose. For these reads to meet in the second-level cache
+// The rows of a query are read once for every block that it chose. For these reads to meet in L2
 // the queries of a sequence are cut into query groups, and the items of a query group follow each other: the thread
 // blocks that run at the same time then walk the same queries. Within a query group long lists are cut once more. Where
 // a query has few rows there is one query group: an item's rows would not be worth its partial sums. A window

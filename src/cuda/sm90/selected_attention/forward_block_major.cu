@@ -9,7 +9,7 @@
 // The scratch holds the partials of a buffer of queries and KV heads (forward_block_major.h); buffers follow each
 // other.
 //
-// attend_blocks: thread blocks of two warpgroups, two on a multiprocessor (keys of 192: one of three), take items as
+// attend_blocks: thread blocks of two warpgroups, two on an SM (keys of 192: one of three), take items as
 // they get free. K and V of an item lie in shared memory, the warpgroups take its tiles in turn. A tile of 64 rows is
 // the heads of a group for 64/G queries of the list; its rows are copied one by one a tile ahead, each warp its
 // sixteen. A row's partial depends on nothing but the row and the block: its bits are the same whatever the tile, the
@@ -27,7 +27,7 @@ namespace {
 
 constexpr int kMaxPartials = 128;  // of a query head
 
-/// Warpgroups of a thread block of attend_blocks, and such thread blocks on a multiprocessor.
+/// Warpgroups of a thread block of attend_blocks, and such thread blocks on an SM.
 template <int Dk>
 inline constexpr int kGroups = Dk > 128 ? 3 : 2;
 template <int Dk>
@@ -460,11 +460,11 @@ cudaError_t launch_selected_block_major<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>
   if (buffers.count == 0) return cudaSuccess;
   const BlockArgs args(call, buffers, Dv);
   CUtensorMap k_map, v_map;
-  int processors = 0;
-  cudaError_t error = multiprocessors(processors);
+  int num_sms = 0;
+  cudaError_t error = sm_count(num_sms);
   if (error == cudaSuccess) error = make_key_tensor_map(k_map, call.selected.k, g, Dk, false, 64);
   if (error == cudaSuccess) error = make_key_tensor_map(v_map, call.selected.v, g, Dv, false, 64);
-  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(buffers.items, processors * kResident<Dk>));
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(buffers.items, num_sms * kResident<Dk>));
   const dim3 sums(static_cast<unsigned>(ceil_div(buffers.rows, 8)), buffers.kv_heads);
   for (int first = 0; first < buffers.count; first += buffers.planned) {
     const int count = std::min(buffers.planned, buffers.count - first);

@@ -7,7 +7,7 @@
 // once per block of the union of their lists.
 //
 //   builders (3 warps)   indices of tile i + 1 -> union: blocks and who uses them   `union_full`, `union_empty`: two
-//   copier (one thread)  union -> ring, by the copy engine: K, V, K, V, ...         `full`, `empty`: slots
+//   copier (one thread)  union -> ring, by TMA: K, V, K, V, ...         `full`, `empty`: slots
 //   consumers            ring -> products in registers; they never wait for each other
 //
 // gather_plan.cuh has what all of them share, gather_producers.cuh the first two.
@@ -107,7 +107,7 @@ class SelectedReader {
   unsigned issued_ = 0;  // number of fills that are known to be issued
 };
 
-// Products of a warp with tiles as the copy engine leaves them: kKeys rows in panels of 64 columns, 128 bytes a row,
+// Products of a warp with tiles as TMA leaves them: kKeys rows in panels of 64 columns, 128 bytes a row,
 // 16-byte vectors permuted by the swizzle. The eight rows of an ldmatrix lie in different banks.
 
 /// s = a * tile^T: sixteen rows (fragments by load_a(a, k)) against keys `first` ... + 8 * N - 1 of the tile. In steps
@@ -203,13 +203,12 @@ cudaError_t launch_selected(void (*kernel)(Args, GatherPlan, CUtensorMap, CUtens
     return make_tensor_map(to, t, dim, g.kv_heads, key_rows(g, false), tensor_batches(g), 1, Shape::kKeys);
   };
   CUtensorMap k_map, v_map{};
-  int processors = 0;
+  int num_sms = 0;
   cudaError_t error = map(k_map, args.k, Shape::kKeyDim);
   if (error == cudaSuccess && Shape::kFills == 2) error = map(v_map, args.v, Shape::kValueDim);
-  if (error == cudaSuccess) error = multiprocessors(processors);
+  if (error == cudaSuccess) error = sm_count(num_sms);
   if (error != cudaSuccess) return error;
-  return launch(kernel, std::min(plan.total, processors), Shape::kThreads, plan.memory, stream, args, plan, k_map,
-                v_map);
+  return launch(kernel, std::min(plan.total, num_sms), Shape::kThreads, plan.memory, stream, args, plan, k_map, v_map);
 }
 
 }  // namespace nsa::cuda::sm90::selected_attention

@@ -110,7 +110,7 @@ GatherPlan make_gather_plan(const Geometry& g, int topk, int block_size) {
 }
 
 /// A tile: queries first_query ... of a sequence, heads first_head ... of a group. The tiles of one head follow each
-/// other, so that its keys and values stay in the second-level cache. Where those of all heads do, the tiles of all
+/// other, so that its keys and values stay in L2. Where those of all heads do, the tiles of all
 /// heads go from the ends of the sequences to their starts: the last ones, of which not every thread block gets one,
 /// are those with the fewest blocks.
 struct SelectedTile {

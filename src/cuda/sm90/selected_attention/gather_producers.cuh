@@ -91,7 +91,7 @@ __device__ inline void build_union(SelectedControl& c, const GatherPlan& p, cons
   }
 }
 
-/// Rows that consumers will soon read from global memory, on their way into the second-level cache.
+/// Rows that consumers will soon read from global memory, on their way into L2.
 template <class T, int D>
 __device__ inline void prefetch_rows(const GatherPlan& p, const Geometry& g, const SelectedTile& tile, const Strided& t,
                                      int warps, int thread) {

@@ -5,7 +5,7 @@
 namespace nsa::cuda::sm90::selected_attention {
 namespace {
 
-// Time of a multiprocessor in units of 10 ns, for head dims of 128 and blocks of 64; for others these times grow and
+// Time of an SM in units of 10 ns, for head dims of 128 and blocks of 64; for others these times grow and
 // shrink together. Query by query the warps' visits to blocks hide the filling of the ring or the other way round;
 // block by block each row (a head of a query) and block costs the same.
 constexpr int kVisit = 22, kFill = 60, kRow = 3;
