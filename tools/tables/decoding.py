@@ -5,7 +5,7 @@ import re
 from report.fields import cuda_decode_stages, steps_of_one_token
 from tables.text import fill, gpu_of, noted, read, source, table
 
-TIMES = {"median": "median", "mean": "mean", "worst": "worst", "folding": "completing a block", "warm": "warm"}
+TIMES = {"median": "median", "mean": "mean", "worst": "worst", "completing": "completing a block", "warm": "warm"}
 TIMES |= {"layer": "chained", "floor": "its bytes", "dense_floor": "dense attention's bytes"}
 
 
