@@ -25,6 +25,17 @@ WORDS = {
     r"(?-i:\bPace\b)|\bStallWatch\b|\bplayed ranks?\b|\bbeside_64ed625\b": (
         "ThroughputMeter, Watchdog, simulated ranks, regression against a commit"
     ),
+    r"\bk(?:Most|Least)[A-Z]\w*|\bk(?:Most|Least)\b": "kMax, kMin",
+    r"\bimposed\b|\bimposed_indices\b": "given block_indices",
+    r"\bfew_rows\w*|\bFewRows\w*|\bjoined weights\b": "skinny_gemm, fused weights",
+    r"\bFiniteness\b|\bstand_in\w*|\bleft_to_fallback\b": "NonfiniteGuard, launch_fallback, should_fall_back",
+    r"\bStepWish\b|\bstep_fold\b|\bwait_for_launcher\b|\bkept_units\b|\bof_cluster\b|\bleave_length\b": (
+        "StepRequest, append_compress, griddepcontrol_wait, cached_tiles, cluster_id, publish_length"
+    ),
+    r"\bobstacle\b|\w+_obstacle\b|\btrust_offsets\b|\bwith_plain_gradient\b": (
+        "unsupported_reason, sanitize_offsets, with_contiguous_grad"
+    ),
+    r"\bsecond-level cache|\bmultiprocessors?\b|\bmatrix products?\b|\bcopy engine\b": "L2, SM, GEMM / matmul, TMA",
     r"\bhostile\b|\bplanted\b": "adversarial, fault injection, mutant",
     r"--accumulate\b|--first-context\b|--join\b": "--grad-accum, --context-warmup, --concat-by-folder",
 }
