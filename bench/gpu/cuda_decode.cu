@@ -10,7 +10,7 @@
 //
 // Every time is of a replay of a graph, in microseconds, of 48 steps: lengths grow from step to step, so that one
 // sequence completes a compression block in three of them. Before a step 192 MB are read, so that its KV cache is
-// not in L2; "warm" is without, "folding" the median of steps that complete a block. The output also has
+// not in L2; "warm" is without, "completing" the median of steps that complete a block. The output also has
 // the bytes that a step must read (of the blocks of all its queries together; φ's weights where a block is completed),
 // and how long these take at the rate of a copy.
 #include <cmath>
@@ -117,7 +117,7 @@ void run(std::int64_t batch, std::int64_t m, DType stored, const Options& option
       completing.push_back(cold.back());
   }
   for (int i = 0; i < kSteps; ++i) warm.push_back(events.time(stream, [&] { step.launch(stream); }));
-  if (to_host(p.cache.overflow)[0]) std::printf("  a step had no room: these times are of nothing\n");
+  if (to_host(p.cache.overflow)[0]) std::printf("  a step exceeded the capacity: these times are of nothing\n");
 
   double of_layer = 0;
   if (options.layers) {
@@ -147,10 +147,10 @@ void run(std::int64_t batch, std::int64_t m, DType stored, const Options& option
   const double bytes = (known + selected_tokens(p, batch, options.kv_heads)) * token + phi;
   const double mean = std::accumulate(cold.begin(), cold.end(), 0.0) / kSteps;
   const double worst = *std::max_element(cold.begin(), cold.end());
-  const double folding = completing.empty() ? 0 : median(completing);
+  const double completed = completing.empty() ? 0 : median(completing);
   const char* const cache = name_of_cache(stored);
   std::printf("  %5lld %4lld %9s %9.1f %8.1f %8.1f %8.1f %8.1f", static_cast<long long>(batch),
-              static_cast<long long>(m), cache, median(cold), mean, worst, folding, median(warm));
+              static_cast<long long>(m), cache, median(cold), mean, worst, completed, median(warm));
   if (options.layers) std::printf(" %8.1f", of_layer);
   std::printf("   %8.1f %8.1f %10.1f %9zu %9.1f\n", bytes / 1e6, bytes / rate, dense * token / rate, step.size(),
               static_cast<double>(context.workspace_size) / (1 << 20));
@@ -159,11 +159,11 @@ void run(std::int64_t batch, std::int64_t m, DType stored, const Options& option
   char text[512];
   std::snprintf(
       text, sizeof text,
-      R"({"batch": %lld, "new": %lld, "cache": "%s", "median": %.1f, "mean": %.1f, "worst": %.1f, "folding": %.1f, )"
+      R"({"batch": %lld, "new": %lld, "cache": "%s", "median": %.1f, "mean": %.1f, "worst": %.1f, "completing": %.1f, )"
       R"("warm": %.1f, "layer": %.1f, "megabytes": %.1f, "floor": %.1f, "dense_floor": %.1f, "launches": %zu, )"
       R"("workspace_mib": %.1f})",
-      static_cast<long long>(batch), static_cast<long long>(m), cache, median(cold), mean, worst, folding, median(warm),
-      of_layer, bytes / 1e6, bytes / rate, dense * token / rate, step.size(),
+      static_cast<long long>(batch), static_cast<long long>(m), cache, median(cold), mean, worst, completed,
+      median(warm), of_layer, bytes / 1e6, bytes / rate, dense * token / rate, step.size(),
       static_cast<double>(context.workspace_size) / (1 << 20));
   json += (json.empty() ? "\n  " : ",\n  ") + std::string(text);
 }
@@ -176,7 +176,7 @@ int main(int argc, char** argv) {
   const double rate = copy_rate(device.stream);
   std::printf("%s, copies %.2f TB/s; a step at %lld tokens of context%s, %s selection, us\n", device.name(), rate / 1e6,
               static_cast<long long>(options.context), options.ragged ? ", ragged" : "", options.selection.c_str());
-  std::printf("  %5s %4s %9s %9s %8s %8s %8s %8s", "batch", "new", "cache", "median", "mean", "worst", "folding",
+  std::printf("  %5s %4s %9s %9s %8s %8s %8s %8s", "batch", "new", "cache", "median", "mean", "worst", "completing",
               "warm");
   if (options.layers) std::printf(" %8s", "layer");
   std::printf("   %8s %8s %10s %9s %9s\n", "MB", "floor", "dense", "launches", "MiB");

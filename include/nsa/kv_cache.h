@@ -161,7 +161,7 @@ class KVCache {
   /// sequence has no pages for them. In host memory the step itself changes length(), and this does nothing.
   Status appended(const std::vector<std::int64_t>& num_new);
 
-  /// Out of capacity if a step since the last check found no room for a sequence; forgets it then. On a device it waits
+  /// Out of capacity if a step since the last check exceeded that of a sequence; forgets it then. On a device it waits
   /// for the stream, and length() is then what the device has.
   Status check();
 
@@ -172,7 +172,7 @@ class KVCache {
 
   /// The empty sequence `child` continues `parent` at `length`, at most kRollback below the parent's longest. Full
   /// pages before it are shared, the rest is copied. On a device that has fewer tokens than the host was told the next
-  /// check() finds no room for the child.
+  /// check() finds no capacity for the child.
   Status fork(std::int64_t parent, std::int64_t child, std::int64_t length);
 
   /// Empties the sequence and frees its pages unless shared. The next call reports a device error.

@@ -166,9 +166,9 @@ void add_outputs(CallArguments& a, NsaAttentionParams& p, const char* keys, cons
   p.lse_swa = a.out("lse_swa", lse, at::kFloat);
 }
 
-Status replay_nsa_attention(CallArguments& a, const at::Tensor& imposed, const Context& context) {
+Status replay_nsa_attention(CallArguments& a, const at::Tensor& given, const Context& context) {
   auto p = whole_params(a);
-  if (imposed.defined()) p.block_indices = bridge::view_of(imposed);
+  if (given.defined()) p.block_indices = bridge::view_of(given);
   add_outputs(a, p, "k_c", "v_c");
   return nsa::nsa_attention(p, context);
 }
@@ -197,9 +197,9 @@ NativeSparseAttentionParams layer_params(CallArguments& a) {
           .attention = whole_params(a)};
 }
 
-Status replay_layer(CallArguments& a, const at::Tensor& imposed, const Context& context) {
+Status replay_layer(CallArguments& a, const at::Tensor& given, const Context& context) {
   auto p = layer_params(a);
-  if (imposed.defined()) p.attention.block_indices = bridge::view_of(imposed);
+  if (given.defined()) p.attention.block_indices = bridge::view_of(given);
   add_outputs(a, p.attention, "k_cmp", "v_cmp");
   return nsa::native_sparse_attention(p, context);
 }
@@ -235,7 +235,7 @@ Status replay_combine(CallArguments& a, bool backward, const Context& context) {
                                context);
 }
 
-Status replay_decode(CallArguments& a, const at::Tensor& imposed, bool prefill, const Context& context) {
+Status replay_decode(CallArguments& a, const at::Tensor& given, bool prefill, const Context& context) {
   DecodeParams p;
   for (const auto& [name, view] : {std::pair{"q", &p.q},
                                    {"k_cmp", &p.k_cmp},
@@ -264,7 +264,7 @@ Status replay_decode(CallArguments& a, const at::Tensor& imposed, bool prefill, 
   p.softmax_scale = a.softmax_scale();
   p.cache.advance = !a.has_scalar("cache.advance");  // noted if false
   if (a.has_scalar("max_query_len")) p.max_query_len = a.scalar<std::int64_t>("max_query_len");
-  if (imposed.defined()) p.block_indices = bridge::view_of(imposed);
+  if (given.defined()) p.block_indices = bridge::view_of(given);
   p.indices = a.out("indices", indices_shape(a.shape("q"), a.shape("k_cmp"), p.cfg.topk), at::kInt);
   p.o = a.out("o", with_width(a.shape("q"), a.shape("v_cmp").back()));
   for (const auto& [name, view] : {std::pair{"cache.k_slc", &p.cache.k_slc},
@@ -305,7 +305,7 @@ Difference difference_of(const std::string& name, const at::Tensor& got, const a
 
 }  // namespace
 
-void replay(const DumpedCall& call, CallArguments& a, Backend backend, const at::Tensor& imposed) {
+void replay(const DumpedCall& call, CallArguments& a, Backend backend, const at::Tensor& given) {
   const Context context{.backend = backend};
   const std::map<std::string, std::function<Status()>> operations = {
       {"compress", [&] { return replay_compress(a, context); }},
@@ -338,12 +338,12 @@ void replay(const DumpedCall& call, CallArguments& a, Backend backend, const at:
        }},
       {"combine", [&] { return replay_combine(a, false, context); }},
       {"combine_backward", [&] { return replay_combine(a, true, context); }},
-      {"nsa_attention", [&] { return replay_nsa_attention(a, imposed, context); }},
+      {"nsa_attention", [&] { return replay_nsa_attention(a, given, context); }},
       {"nsa_attention_backward", [&] { return replay_nsa_attention_backward(a, context); }},
-      {"native_sparse_attention", [&] { return replay_layer(a, imposed, context); }},
+      {"native_sparse_attention", [&] { return replay_layer(a, given, context); }},
       {"native_sparse_attention_backward", [&] { return replay_layer_backward(a, context); }},
-      {"decode", [&] { return replay_decode(a, imposed, false, context); }},
-      {"prefill", [&] { return replay_decode(a, imposed, true, context); }},
+      {"decode", [&] { return replay_decode(a, given, false, context); }},
+      {"prefill", [&] { return replay_decode(a, given, true, context); }},
   };
   const auto operation = operations.find(call.operation);
   if (operation == operations.end()) {

@@ -29,7 +29,7 @@ struct BlockWeights {
   at::Tensor ffn_in;  // gate_proj above up_proj
   at::Tensor ffn_out;
   bridge::CompressionTensors phi_k, phi_v;
-  bool settled = false;  // LinearWeight::weights_ready
+  bool weights_ready = false;  // LinearWeight::weights_ready
 };
 
 class Block {

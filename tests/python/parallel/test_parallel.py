@@ -44,7 +44,7 @@ CASES = {
     "three sets, KV heads one by one": {"sets": 3, "phi": "linear", "at_once": 1, "cuts": CUTS},
     "window's own, part rotated": {"sets": 2, "rotated": 8, "at_once": 1},
     "wide window, not rotated": {"cfg": WIDE, "rotated": 0, "phi": "mlp"},
-    "given blocks": {"imposed": True},
+    "given blocks": {"given": True},
     "noise": {"noise": 0.5},
 }
 
@@ -59,7 +59,7 @@ REDUCED = (
 
 
 def problem(
-    dtype=torch.float32, cuts=None, phi="mean", per_head=False, sets=1, rotated=16, cfg=CFG, imposed=False, **_
+    dtype=torch.float32, cuts=None, phi="mean", per_head=False, sets=1, rotated=16, cfg=CFG, given=False, **_
 ):
     """Inputs, weights and settings of the global sequence."""
     generator = torch.Generator().manual_seed(3)
@@ -79,7 +79,7 @@ def problem(
     ]
     rope = nsa.rotary_tables(torch.arange(rows[-1], device=DEVICE), rotated) if rotated else None
     settings = {"cfg": cfg, "weights_k": phis[0], "weights_v": phis[1], "rope": rope}
-    indices = torch.randint(0, 16, (*rows, 2, 4), generator=generator).int().to(DEVICE) if imposed else None
+    indices = torch.randint(0, 16, (*rows, 2, 4), generator=generator).int().to(DEVICE) if given else None
     offsets = None if cuts is None else torch.tensor(cuts, dtype=torch.int32, device=DEVICE)
     return inputs, settings, indices, offsets, random(*rows, 4, DV)
 
