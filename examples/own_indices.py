@@ -30,7 +30,7 @@ def forced(own: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Attends by the selected branch alone, with three choices of blocks."""
+    """Attends by the selected branch alone, with three block selections."""
     torch.manual_seed(0)
     q, k, v, at = needles()
     gates = torch.tensor([0.0, 1.0, 0.0]).expand(1, QUERIES, 1, 3)  # compressed, selected, window

@@ -43,8 +43,8 @@ needs_sentencepiece = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, corpus):
-    folder = tmp_path_factory.mktemp("pieces")
-    model = make_model(corpus, folder / "pieces", 300)
+    folder = tmp_path_factory.mktemp("bpe")
+    model = make_model(corpus, folder / "bpe", 300)
     out = folder / "run"
     nsa("train", "--out", out, "--data", corpus, "--tokenizer", model, "--steps", 8, *TINY)
     return out
@@ -65,7 +65,7 @@ class TestWithSentencePiece:
         assert 0 < evaluation["loss"] < 7
 
     def test_prompt_and_text_come_back_as_text(self, run, tmp_path):
-        """A prompt of pieces, of a newline and of bytes outside the vocabulary; text without the marks of pieces."""
+        """A prompt of BPE tokens, of a newline and of bytes outside the vocabulary; text without their marks."""
         prompt = "def value\n    return é"
         path = tmp_path / "out.json"
         options = ["--tokens", 60, "--temperature", 2, "--ignore-end", "--json", path]
@@ -76,12 +76,12 @@ class TestWithSentencePiece:
         assert len(text) > 30
         for mark in ("\u2581".encode(), b"<0x", b"<s>"):
             assert mark not in text
-        # Bytes are pieces of their own in this vocabulary, 3 control pieces before them.
+        # Bytes are tokens of their own in this vocabulary, 3 control tokens before them.
         bytes_drawn = [token - 3 for token in result["tokens"] if 3 <= token < 259]
         assert bytes_drawn and all(bytes([byte]) in text for byte in bytes_drawn)
 
     def test_bits_of_each_byte_of_the_text(self, run, tmp_path):
-        """Pieces spell a document with one space before it; its end counts as a byte."""
+        """Tokens spell a document with one space before it; its end counts as a byte."""
         path, text = tmp_path / "eval.json", tmp_path / "text.py"
         text.write_text("def value(self):\n    return é in self\n" * 3)
         nsa("eval", run, "--data", text, "--json", path)
@@ -100,7 +100,7 @@ class TestWithSentencePiece:
         path = config["data"]["tokenizer"]
         original = Path(path).read_bytes()
         try:
-            make_model(corpus, run.parent / "pieces", 290)
+            make_model(corpus, run.parent / "bpe", 290)
             assert "has 291 tokens, the model was trained with 301" in refused("generate", run, "--tokens", 1)
         finally:
             Path(path).write_bytes(original)

@@ -81,7 +81,7 @@ TEST_P(Grid, NsaAttention) {
   compared.erase(compared.begin() + 1);  // the indices have their own rule
   check<NsaAttentionParams>(f, compared, under_test.nsa_attention, reference::run);
 
-  // Now with its own choice of blocks, which the backward then takes as given.
+  // Now with its own block selection, which the backward then takes as given.
   f.block_indices = {};
   const auto outputs = outputs_of(f, whole_outputs(p), false, [](const NsaAttentionParams& params) {
     return under_test.nsa_attention(params, kCpu);

@@ -170,7 +170,7 @@ TEST_P(OracleGradient, NsaAttention) {
   NsaAttentionParams f = p.whole();
   const Tensor o = p.query_rows(p.c.heads(), p.c.dv, DType::kFloat64);
   f.o = o;
-  f.block_indices = p.indices;  // the choice of blocks has no gradient, so it must not change with the step
+  f.block_indices = p.indices;  // block selection has no gradient, so it must not change with the step
   const auto L = [&] {
     EXPECT_TRUE(reference::run(f, Context{}).ok());
     return inner_product(o, p.d_o);

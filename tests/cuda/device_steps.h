@@ -137,7 +137,7 @@ inline void expect_alike(const TensorView& indices, const TensorView& expected) 
 }
 
 /// Steps of these sizes behind `start` tokens give what one forward gives: with its blocks given but for rounding,
-/// with their own choice the same blocks but for ties within rounding.
+/// with their own selection the same blocks but for ties within rounding.
 inline void expect_forward(const StreamCase& c, std::int64_t start, const std::vector<std::int64_t>& sizes) {
   const Stream stream(c);
   const Forward forward(stream);

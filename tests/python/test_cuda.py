@@ -174,8 +174,8 @@ def poison_free_memory():
     torch.cuda.empty_cache()
     gaps = [2**24] * 16 + [2**22] * 32 + [2**20] * 64 + [2**15] * 128 + [2**12] * 512 + [2**9] * 4096
     sizes = [2**26] * 8 + [2**19] * 128 + gaps
-    pieces = [torch.full((size,), 0xFF, dtype=torch.uint8) for size in sizes]
-    del pieces
+    parts = [torch.full((size,), 0xFF, dtype=torch.uint8) for size in sizes]
+    del parts
     assert all(torch.empty(count).isnan().all() for count in (1000, 2**22))
 
 

@@ -43,7 +43,7 @@ def test_parameter_shapes():
 @pytest.mark.parametrize("further", [0, 13])
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_phi_starts_as_the_mean(backend, kind, further):
-    hidden = 32 + (16 if on_gpu() and further else further)  # whole pieces of 16 bytes there
+    hidden = 32 + (16 if on_gpu() and further else further)  # whole vectors of 16 bytes there
     weights = nsa.initial_compression_weights(kind, 8, 16, 2, hidden, torch.Generator().manual_seed(1))
     k = torch.randn(2, 40, 2, 16)
     mean = nsa.compress(k, nsa.CompressionWeights("mean"), SMALL)

@@ -13,7 +13,7 @@ namespace nsa::cuda {
 
 namespace {
 
-/// The choice of blocks together with the compressed attention `cmp`: by one kernel where there is one.
+/// Block selection together with the compressed attention `cmp`: by one kernel where there is one.
 Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectBlocksParams& p, NonfiniteGuard& guard,
                              Execution& e) {
   const Branch b = branch_of(cmp);

@@ -125,8 +125,8 @@ std::int64_t clusters_at_once(decode::ClusterShape shape, std::int64_t blocks, i
   return blocks * num_sms * (shape.ranks > 2 ? 10 : 11) / (11 * shape.ranks);
 }
 
-/// Of fewer new tokens, or fewer queries for two SMs, each query has a cluster to itself. A choice of
-/// blocks goes over the compressed keys twice. At 64k tokens 2.9 queries took as long, 3.9 took 7 % less; with a
+/// Of fewer new tokens, or fewer queries for two SMs, each query has a cluster to itself. Block
+/// selection goes over the compressed keys twice. At 64k tokens 2.9 queries took as long, 3.9 took 7 % less; with a
 /// choice 3.9 took 10 % longer, 5.8 took 3 to 13 % less.
 constexpr std::int64_t kMinSharedTokens = 3, kSharedPerTwoSms = 3, kSharedChoosingPerTwoSms = 5;
 
@@ -173,7 +173,7 @@ const char* selected_unsupported_reason(const AttentionDesc& call) {
 }
 
 const char* selection_unsupported_reason(const AttentionDesc& call) {
-  if (!call.selection) return "no choice of blocks";
+  if (!call.selection) return "no block selection";
   // Slices of a group are warp tiles of a thread block's tile.
   if (call.group > 16 * select_blocks::WarpTiles::kWarpTiles) return "too many heads in a group";
   const NSAConfig& cfg = *call.selection;
@@ -360,7 +360,7 @@ Kernels kernels_for(int index, const AttentionDesc& call) {
     const char* const why = supported ? unsupported_reason(call) : kNoDevice;
     log_portable(call.block_size ? "selected attention" : "attention", why);
     if (!why && call.block_size) log_portable("selected attention", selected_unsupported_reason(call));
-    if (!why && call.selection) log_portable("choice of blocks", selection_unsupported_reason(call));
+    if (!why && call.selection) log_portable("block selection", selection_unsupported_reason(call));
   }
   return supported ? choose_kernels(call) : Kernels{};
 }

@@ -51,7 +51,7 @@ struct AttentionDesc {
   int block_size = 0;  // selected attention, else 0
   int topk = 0;        // selected attention, else 0
   bool tma_compatible = true;
-  std::optional<NSAConfig> selection;  // the choice of blocks together with the compressed attention it follows from
+  std::optional<NSAConfig> selection;  // block selection together with the compressed attention it follows from
 };
 
 /// What the choice of the kernels of compress and compress_backward looks at.
@@ -123,7 +123,7 @@ const char* unsupported_reason(const StepDesc& call);
 const char* unsupported_reason(const ChunkDesc& call);
 /// Why what a step does before it attends has none, though unsupported_reason() is null.
 const char* append_compress_unsupported_reason(const StepDesc& call);
-/// Why selected attention has none, or the choice of blocks together with compressed attention, though
+/// Why selected attention has none, or block selection together with compressed attention, though
 /// unsupported_reason() is null.
 const char* selected_unsupported_reason(const AttentionDesc& call);
 const char* selection_unsupported_reason(const AttentionDesc& call);

@@ -39,10 +39,10 @@ class SentencePieceTokenizer : public Tokenizer {
     }
   }
   std::vector<std::int32_t> encode(std::string_view text) const override {
-    std::vector<int> pieces;
-    const auto status = processor_.Encode({text.data(), text.size()}, &pieces);
+    std::vector<int> tokens;
+    const auto status = processor_.Encode({text.data(), text.size()}, &tokens);
     if (!status.ok()) throw base::Error(fmt::format("tokenizer: {}", status.ToString()));
-    return {pieces.begin(), pieces.end()};
+    return {tokens.begin(), tokens.end()};
   }
   std::string decode(std::int32_t token) const override {
     if (token >= processor_.GetPieceSize() || processor_.IsControl(token)) return {};

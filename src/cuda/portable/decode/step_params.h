@@ -22,7 +22,7 @@ struct StepRangesArgs {
   float* scores;            // raw ones of the compressed keys, (B, kv_heads, m * G, scores_row); null: not wanted
   std::int64_t scores_row;  // floats
 };
-/// The most rows for a KV head that keep their scores for the choice of blocks: those of more would take too much
+/// The most rows for a KV head that keep their scores for block selection: those of more would take too much
 /// memory.
 inline constexpr int kScoredRows = 32;
 

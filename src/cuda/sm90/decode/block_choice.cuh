@@ -1,4 +1,4 @@
-// The choice of blocks within a cluster: sums of probabilities that warps cache as keys stream past, importances of
+// Block selection within a cluster: sums of probabilities that warps cache as keys stream past, importances of
 // the blocks of a thread block, the top n of them, and the top n of all.
 #pragma once
 

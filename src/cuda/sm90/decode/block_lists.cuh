@@ -1,4 +1,4 @@
-// The choice of blocks where a thread block has several queries whose softmaxes of the compressed keys are known: 64
+// Block selection where a thread block has several queries whose softmaxes of the compressed keys are known: 64
 // threads for a query, and the lists of blocks of queries that go through them together.
 #pragma once
 

@@ -1,4 +1,4 @@
-// A decode step's attention on Hopper: compressed keys, choice of blocks, selected blocks, window, gates, by one
+// A decode step's attention on Hopper: compressed keys, block selection, selected blocks, window, gates, by one
 // kernel.
 //
 // A cluster of up to eight thread blocks serves one query of one KV head, or 32 heads of it. Its rows, heads of the
@@ -86,7 +86,7 @@ struct StepAttendArgs {
   StepGeometry geometry;
   Strided q, gates, o;
   Strided given;                   // int32: blocks to attend to; null data: the step selects
-  Strided indices;                 // int32, the own choice; null data: not wanted
+  Strided indices;                 // int32, the selected blocks; null data: not wanted
   CachedBranch cached[kBranches];  // the step's own tokens are in them once the kernel in front has ended
   int window;
   int topk, init_blocks, local_blocks;

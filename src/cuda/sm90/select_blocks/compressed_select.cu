@@ -1,4 +1,4 @@
-// Compressed attention, importance and the choice of blocks in one pass over the compressed keys. Made for compression
+// Compressed attention, importance and block selection in one pass over the compressed keys. Made for compression
 // blocks of l = d or 2d and selection blocks of l' = d, 2d, 4d or 8d tokens; of others see the end.
 //
 // The attention is that of range_attention/forward.cu: a warp has a warp tile of sixteen rows (WarpTiles). Keys of a

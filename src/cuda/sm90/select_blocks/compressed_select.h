@@ -1,4 +1,4 @@
-// Compressed attention and the choice of blocks by one kernel: compressed_select.cu.
+// Compressed attention and block selection by one kernel: compressed_select.cu.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// The choice of blocks from keys that order like their ranks, by selector warps (selector_warp.cuh).
+// Block selection from keys that order like their ranks, by selector warps (selector_warp.cuh).
 //
 // Of n slots, at least n blocks reach the n-th largest of 32 maxima over every 32nd block, and seldom many more: these
 // are listed, and each counts the larger ones. Where they are too many the n-th largest key is found bit by bit.
