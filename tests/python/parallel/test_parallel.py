@@ -58,9 +58,7 @@ REDUCED = (
 )
 
 
-def problem(
-    dtype=torch.float32, cuts=None, phi="mean", per_head=False, sets=1, rotated=16, cfg=CFG, given=False, **_
-):
+def problem(dtype=torch.float32, cuts=None, phi="mean", per_head=False, sets=1, rotated=16, cfg=CFG, given=False, **_):
     """Inputs, weights and settings of the global sequence."""
     generator = torch.Generator().manual_seed(3)
     rows = (2, S) if cuts is None else (cuts[-1],)
