@@ -67,6 +67,8 @@ def other_steps(results):
         for found in stages.values():
             if found["layers"] or found is default:
                 continue
+            if found["context"] != default["context"] and not found["ragged"]:  # in the next table
+                continue
             context = f"1024 … {2 * found['context']}" if found["ragged"] else str(found["context"])
             dims = re.search(r" (D=\S+)", found["problem"])[1]
             other = "" if dims in default["problem"].split() else f", {dims}"
@@ -77,7 +79,7 @@ def other_steps(results):
     names = [f"{name}{what}" for name in cards for what in ("", ", its bytes")]
     rows = [["context", "sequences", "new tokens", "blocks", "cache", *names]]
     rows += [[*case, *(cell for name in cards for cell in found.get(name, ["", ""]))] for case, found in cases.items()]
-    yield "Other cases, medians:"
+    yield "Other cases, medians; other lengths are in the next table:"
     yield table(rows)
 
 
