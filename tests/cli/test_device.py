@@ -215,8 +215,8 @@ def test_a_step_in_one_graph_has_the_same_bits(trained_on_cuda, tmp_path, attent
 
 @needs_gpu
 @pytest.mark.parametrize("attention", ["nsa", "full"])
-def test_few_rows_in_bfloat16_are_those_of_the_forward(tmp_path, corpus, attention):
-    """Products of 1, 2, up to 4 and up to 8 rows are kernels of a step alone, and so is dense attention with lengths
+def test_skinny_gemms_in_bfloat16_equal_the_forward(tmp_path, corpus, attention):
+    """Skinny GEMMs of 1, 2, up to 4 and up to 8 rows are kernels of a step alone, and so is dense attention with lengths
     on the device. Rounding moves margins by up to 0.1; a block that is as good as another may be taken in a text or
     two."""
     run = tmp_path / "run"
