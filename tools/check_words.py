@@ -23,6 +23,7 @@ WORDS = {
     r"\bteach(?:es|er|ers|ing)?\b|\btaught\b": "train the block selector",
     r"\bchannel pairs? (?:that )?turn|\b(?:whole|half of the) rotation\b": "partial RoPE, full RoPE",
     r"\bshare kept\b": "retained long-range gain",
+    r"\bthe whole(?=[.,;:)]| of a layer\b)": "end to end, nsa_attention",
     r"\brecall of the choice\b": "selection recall",
     r"\bfull by (?:quest|exact|streaming|h2o|infllm|clusterkv)\b": "full + Quest",
     r"(?<!-)\bgoals?\b|\bmissed by\b": "target, stretch target, gap",

@@ -38,7 +38,7 @@ struct Execution {
   Arena arena;
   const std::function<void(const char*)>* on_stage = nullptr;  // as in Context
 
-  /// All of this stage of the whole has been launched.
+  /// All of this stage of nsa_attention has been launched.
   void stage_done(const char* name) const {
     if (on_stage && !arena.measuring()) (*on_stage)(name);
   }

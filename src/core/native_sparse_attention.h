@@ -1,4 +1,4 @@
-// The whole of a layer's attention in host memory, made of a backend's operations one after the other.
+// A layer's attention end to end in host memory, made of a backend's operations one after the other.
 #pragma once
 
 #include <cstddef>

@@ -134,7 +134,7 @@ TEST_P(Inputs, RandomIndicesOfOtherBlockSizes) {
   }
 }
 
-/// Forward and backward of the whole on these parameters, which may be views of anything.
+/// Forward and backward of nsa_attention on these parameters, which may be views of anything.
 std::vector<Tensor> run_whole(const Problem& p, const NsaAttentionParams& f, const TensorView& d_o) {
   auto all = outputs_of(f, whole_outputs(p), false,
                         [](const NsaAttentionParams& params) { return under_test.nsa_attention(params, kCpu); });

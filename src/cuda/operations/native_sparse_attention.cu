@@ -1,4 +1,4 @@
-// The whole of a layer's attention: compress, rotation and nsa_attention one after the other, what is between them in
+// A layer's attention end to end: compress, rotation and nsa_attention one after the other, what is between them in
 // the workspace.
 #include "core/native_sparse_attention.h"
 
