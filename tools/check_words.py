@@ -42,6 +42,7 @@ WORDS = {
     ),
     r"\bsecond-level cache|\bmultiprocessors?\b|\bmatrix products?\b|\bcopy engine\b": "L2, SM, GEMM / matmul, TMA",
     r"\bhostile\b|\bplanted\b": "adversarial, fault injection, mutant",
+    r"\bwhoever\b|\bnobody\b|\banew\b|\bis told of\b|\bas they stand\b": "the thread, the owner, again",
     r"--accumulate\b|--first-context\b|--join\b": "--grad-accum, --context-warmup, --concat-by-folder",
 }
 LINE_END = r"\s+(?:(?://+|#+|\*) *)?"

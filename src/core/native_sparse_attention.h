@@ -44,7 +44,7 @@ inline NsaAttentionBackwardParams attention_backward(const NativeSparseAttention
   return b;
 }
 
-/// run(params) runs a backend's operation. Compressed tokens that nobody keeps are held in type `between`.
+/// run(params) runs a backend's operation. Compressed tokens that are not returned are held in type `between`.
 template <class Run>
 class HostNativeSparseAttention {
  public:

@@ -211,14 +211,14 @@ TEST_F(BenchPeersTest, TellsTheFastestOfThoseWhoHaveAllParts) {
   const Peers peers(path_, Dims{}, "GPU, compute capability 9.0");
   const auto best = [&](const char* op, Selection selection = Selection::kOwn) {
     const auto found = peers.best(op, 64, selection);
-    return found ? found->name + " " + std::to_string(found->seconds).substr(0, 5) : "nobody";
+    return found ? found->name + " " + std::to_string(found->seconds).substr(0, 5) : "none";
   };
   EXPECT_EQ(best("sliding window, combine"), "a 0.004");
   EXPECT_EQ(best("sliding_window_attention"), "c 0.001");
   EXPECT_EQ(best("forward"), "a 0.009");
   EXPECT_EQ(best("forward_backward"), "b 0.030");
-  EXPECT_EQ(best("forward", Selection::kClustered), "nobody");
-  EXPECT_EQ(best("selected attention: dQ"), "nobody");
+  EXPECT_EQ(best("forward", Selection::kClustered), "none");
+  EXPECT_EQ(best("selected attention: dQ"), "none");
   EXPECT_FALSE(peers.best("forward", 128, Selection::kOwn));
 }
 

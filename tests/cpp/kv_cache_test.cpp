@@ -154,7 +154,8 @@ class Soak {
     }
   }
 
-  /// Pages of either kind that no sequence but those left out has: kept prefixes give way to whoever needs them.
+  /// Pages of either kind that no sequence but those left out has: kept prefixes are evicted for the sequences that
+  /// need them.
   std::int64_t capacity(bool compressed, std::int64_t without = -1) {
     std::set<std::int32_t> held;
     const std::vector<Ids> pages = table(compressed);

@@ -1,4 +1,4 @@
-// What only a device has: keys cut into parts, graphs that replay a step, lengths and tables that nobody checked.
+// What only a device has: keys cut into parts, graphs that replay a step, lengths and tables that are not checked.
 #include <cmath>
 #include <tuple>
 

@@ -111,7 +111,7 @@ void for_views(Params& p, const F& f) {
   }
 }
 
-/// Memory that nobody in this thread has, by its size: to get some from the driver takes longer than most calls.
+/// Free memory of this thread, by its size: to get some from the driver takes longer than most calls.
 thread_local std::multimap<std::size_t, void*> unused;
 
 Status failed(const char* what, cudaError_t error) {

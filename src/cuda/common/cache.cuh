@@ -138,7 +138,7 @@ class CachedStream {
     return in_page(page, slot - page * tokens_.slots.size);
   }
   __device__ const Element* in_page(int page, int slot) const {
-    // Pages that nobody sees may be gone, though their tokens lie in a tile beside others.
+    // Pages that no query sees may be gone, though a tile contains their tokens.
     return slots_ + max(table_[page & page_mask_], 0) * tokens_.slots.rows.batch + slot * tokens_.slots.rows.row;
   }
 

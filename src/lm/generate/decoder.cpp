@@ -123,7 +123,7 @@ void Decoder::count_step() {
 
 at::Tensor Decoder::enqueue_step(const at::Tensor& tokens) {
   const at::NoGradGuard no_grad;
-  // An ended sequence may be full: it is turned by the last angle, which nobody looks at.
+  // An ended sequence may be full: it is rotated by the last angle, and its result is not used.
   const auto in = step_inputs(tokens, impl_->model.embedding, impl_->rotation, impl_->state);
   const CacheRows rows{.first = 0,
                        .count = tokens.size(0),

@@ -59,7 +59,7 @@ __device__ inline float block_sum(float x, float* parts) {
 
 // Programmatic dependent launch, from compute capability 9.0 on. A kernel that was launched so may begin before the one
 // ahead of it has ended: it must not read what that one writes, nor write at all, before griddepcontrol_wait(), which
-// all of its thread blocks call. So whoever waits for it waits for everything ahead, too.
+// all of its thread blocks call. So a kernel that waits for it waits for everything ahead, too.
 
 __device__ inline void griddepcontrol_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -83,7 +83,7 @@ __device__ __forceinline__ int num_compressed(const Geometry& p, const FastDivmo
 }
 
 /// A warpgroup's share of a tile of queries. The warp that loads queries works it out and leaves it in shared memory,
-/// where the computing threads read it anew whenever they need it: they have no registers for it.
+/// where the computing threads read it again whenever they need it: they have no registers for it.
 struct GroupTile {
   int queries;           // their number; -1: there is no tile, the work is done
   int batch, row, head;  // of row 0 in q, o and lse

@@ -121,8 +121,8 @@ __device__ __forceinline__ void compress_rows(const AppendCompressArgs& args, co
   const auto head_of = [&](int row) { return shared ? (first + row) % p.kv_heads : set; };
 
   // Of a stage each thread copies some columns of a row of W1; the first ones also sixteen bytes of a row of raw
-  // tokens, of which a stage has a part of one for each block. Rows behind the last are not loaded: nobody reads their
-  // sums.
+  // tokens, of which a stage has a part of one for each block. Rows behind the last are not loaded: no thread reads
+  // their sums.
   static_assert(kThreads == kCompressStageRows * 8);
   const char* weights_from =
       reinterpret_cast<const char*>(side.w1.at<T>(weight_head, begin + thread / 8, 0)) + thread % 8 * 16;
@@ -337,7 +337,7 @@ __device__ __forceinline__ void compress_rows(const AppendCompressArgs& args, co
     store_pair_of_token<kFloat8>(args, &side == &args.sides[0] ? 0 : 1, pair, of_row.sequence, of_row.block,
                                  head_of(row), channel);
   }
-  cluster_sync_reads();  // nobody fills its memory anew, or ends, while others read it
+  cluster_sync_reads();  // no thread block refills its memory, or ends, while others read it
 }
 
 /// The whole cluster, for its set of weights.

@@ -41,7 +41,7 @@ struct AppendCompressArgs : PlanArgs {
   Append appends[6];      // selection, window, compression; keys and values
   CompressSide sides[2];  // keys, values
   Rotation rotation;      // of the keys
-  Strided o, indices;     // of packed queries: rows of nobody are cleared; null indices: not wanted
+  Strided o, indices;     // of packed queries: rows of no query are cleared; null indices: not wanted
   int value_dim, topk;
 };
 

@@ -227,7 +227,7 @@ __device__ __forceinline__ float importance_of(bool has_keys, CachedScores key_t
 }
 
 /// The blocks that the query attends to, the same list in all of the cluster's thread blocks. Works in the ring's
-/// memory, which nobody else uses then. S: a StepShape. totals_of(tile): of compressed keys. writes: the list of
+/// memory, which is not used otherwise then. S: a StepShape. totals_of(tile): of compressed keys. writes: the list of
 /// blocks, too.
 template <class S, class TotalsOf>
 __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b, char* memory,

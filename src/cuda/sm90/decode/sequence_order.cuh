@@ -7,7 +7,7 @@
 namespace nsa::cuda::sm90::decode {
 
 /// The sequence that as many others are longer than (of equal ones, in front of it) as there are thread blocks in front
-/// of this one. Long ones come first, as the last clusters of a device have nobody beside them. lengths: in shared
+/// of this one. Long ones come first, as the last clusters of a device run alone. lengths: in shared
 /// memory.
 __device__ __forceinline__ int longest_sequence(const StepAttendArgs& args, int* lengths) {
   const int count = args.geometry.batches, thread = threadIdx.x;

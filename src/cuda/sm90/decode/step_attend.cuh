@@ -80,7 +80,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
 
   // Queries and gates are inputs of the step: they may be read before the kernel in front has ended, as may the lengths
   // before the step and all keys that were there. Queries come by way of the ring.
-  /// The query's row; somewhere in the packed ones where the step cannot serve it. Read anew, rather than kept.
+  /// The query's row; somewhere in the packed ones where the step cannot serve it. Read again rather than kept.
   const auto row = [&] { return p.starts ? min(max(p.starts[b] + query, 0), p.rows - 1) : query; };
   const auto copy_queries = [&](int cluster_id) {
     const int at = row();
@@ -380,7 +380,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
   };
 
   using OwnSums = float[S::kOwnColumns][4];
-  /// Merges what the warps of each tile have of a branch, in their own key tiles of the ring, which nobody reads or
+  /// Merges what the warps of each tile have of a branch, in their own key tiles of the ring, which no thread reads or
   /// fills: each warp gets its columns, relative to the maximum that goes to `softmaxes`, which all of the cluster may
   /// read.
   const auto merge = [&](float2* softmaxes, const OnlineSoftmax<Dv>& state, OwnSums& sums, bool wants_values) {
@@ -681,7 +681,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
     write(of_tile, column, o);
   }
   publish_length();
-  S::sync_reads();  // nobody ends while others read its memory
+  S::sync_reads();  // no thread block ends while others read its memory
 }
 
 template <class S, class T, int Dk, int Dv, bool kMany>

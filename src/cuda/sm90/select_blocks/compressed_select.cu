@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     attend<T, Dk, Dv, Tiles, Blocks>(args, by_stride, barriers, queries, keys, values, warp / 4);
   } else {
     warpgroup_reg_dealloc<kHelperRegisters>();
-    // Read anew beside keys of 192, where ptxas would spill it.
+    // Read again with keys of 192, where ptxas would spill it.
     const int helper = (Dk > 128 ? warp_uniform(threadIdx.x / 32) : warp) - kGroups * 4;
     if (helper == 0) {
       load_keys<Dk, Dv, Tiles, Blocks>(args, maps, barriers, queries, keys, values);

@@ -52,7 +52,7 @@ struct BlockMemory {
   __device__ std::uint32_t q(int group, int turn) const { return base + kK + kV + (2 * group + turn % 2) * kK; }
 };
 
-/// Takes the items of a buffer for one thread block: numbers three items ahead, so that nobody waits for them. One
+/// Takes the items of a buffer for one thread block: numbers three items ahead, so that no thread waits for them. One
 /// warp.
 class ItemTaker {
  public:
@@ -237,7 +237,7 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
                          });
     commit_copies();
   };
-  // The rows of the next tile are there for the warpgroup's products, and nobody needs those of this one.
+  // The rows of the next tile are there for the warpgroup's products, and those of this one are not needed.
   const auto next_tile = [&] {
     wait_copies<0>();
     fence_async();
