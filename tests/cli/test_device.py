@@ -216,9 +216,8 @@ def test_a_step_in_one_graph_has_the_same_bits(trained_on_cuda, tmp_path, attent
 @needs_gpu
 @pytest.mark.parametrize("attention", ["nsa", "full"])
 def test_skinny_gemms_in_bfloat16_equal_the_forward(tmp_path, corpus, attention):
-    """Skinny GEMMs of 1, 2, up to 4 and up to 8 rows are kernels of a step alone, and so is dense attention with lengths
-    on the device. Rounding moves margins by up to 0.1; a block that is as good as another may be taken in a text or
-    two."""
+    """Only a step has skinny GEMMs (1, 2, up to 4 and up to 8 rows) and dense attention with lengths on the device.
+    Rounding moves margins by up to 0.1; a block that is as good as another may be taken in a text or two."""
     run = tmp_path / "run"
     nsa("train", "--out", run, "--data", corpus, "--steps", 30, "--lr", 0.01, "--device", "cuda", *SMALL,
         "--ffn-size", 2560, "--attention", attention)  # fmt: skip
