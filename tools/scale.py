@@ -101,9 +101,9 @@ def attention_checks(run):
             f"most {worst:.1e} of their norm. {differ} of their blocks differ, by at most "
             f"{max(one['largest_gap'] for one in sampled):.1e} in importance."
         )
-    beside = [max(row["vs_one_gpu"]["difference"].values()) for row in found["rows"] if "vs_one_gpu" in row]
-    if beside:
-        said.append(f"All results differ from one GPU's call by at most {max(beside):.1e} of their norm.")
+    differences = [max(row["vs_one_gpu"]["difference"].values()) for row in found["rows"] if "vs_one_gpu" in row]
+    if differences:
+        said.append(f"All results differ from one GPU's call by at most {max(differences):.1e} of their norm.")
     cases = {}
     for one in bits["rows"] if bits else ():
         equal = [name for name, same in one["as_one_rank"].items() if same]

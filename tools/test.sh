@@ -17,13 +17,13 @@ suite() {  # suite NAME COMMAND...
 }
 
 # Two at a time: most tests keep one core busy. Those of the program, which measure and kill, are alone.
-beside=(-n 2 --dist loadfile)
+parallel=(-n 2 --dist loadfile)
 
 suite "C++" ctest --test-dir build -j 2 --output-on-failure --no-tests=error
-suite python python -m pytest -q --durations=5 "${beside[@]}" tests/python
+suite python python -m pytest -q --durations=5 "${parallel[@]}" tests/python
 suite cli python -m pytest -q --durations=5 tests/cli
 if python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then  # as transformers wants
-  suite hf python -m pytest -q --durations=5 "${beside[@]}" tests/hf
+  suite hf python -m pytest -q --durations=5 "${parallel[@]}" tests/hf
 fi
 
 echo

@@ -62,7 +62,7 @@ def read_object(path: Path, *, follow: bool = True) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
             twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise ValueError(f"field '{shown(twice)}' is there twice")
+            raise ValueError(f"field '{shown(twice)}' is given twice")
         return fields
 
     try:

@@ -73,7 +73,7 @@ DeviceChoice choose_device(const std::string& wish) {
   check_name("NSA_DEVICE", said);
   const bool by_variable = wish == "auto" && said != "auto";
   const std::string name = by_variable ? said : wish;
-  const std::string why = by_variable ? fmt::format("NSA_DEVICE = {}", name) : name == "auto" ? "auto" : "as asked for";
+  const std::string why = by_variable ? fmt::format("NSA_DEVICE = {}", name) : name == "auto" ? "auto" : "--device";
   if (name == "cpu") return {at::kCPU, fmt::format("cpu ({})", why)};
   const std::string not_cuda = unsupported_reason();
   if (not_cuda.empty()) return {at::Device(at::kCUDA, 0), fmt::format("cuda:0 {} ({})", gpu_name(), why)};

@@ -24,7 +24,7 @@ nlohmann::json parse_json(std::string_view text, const std::string& where) {
     if (event == Event::object_start) fields.emplace_back();
     if (event == Event::object_end) fields.pop_back();
     if (event == Event::key && !fields.back().insert(parsed.get<std::string>()).second) {
-      throw Error(fmt::format("{}: not sound JSON: field '{}' is there twice", where,
+      throw Error(fmt::format("{}: not sound JSON: field '{}' is given twice", where,
                               parsed.get_ref<const std::string&>().substr(0, 80)));
     }
     return true;

@@ -52,7 +52,7 @@ def test_a_run_of_another_device_is_not_resumed_here(trained, tmp_path):
 
 
 def test_device_is_printed_with_reason(trained, tmp_path, corpus):
-    assert chosen(nsa("eval", trained["nsa"], "--tokens", 256, "--device", "cpu").text) == "cpu (as asked for)"
+    assert chosen(nsa("eval", trained["nsa"], "--tokens", 256, "--device", "cpu").text) == "cpu (--device)"
     done = nsa("generate", trained["nsa"], "--prompt", "x", "--tokens", 1)
     assert chosen(done.stderr.decode()) == "cpu (NSA_DEVICE = cpu)"
     if not HAS_GPU:

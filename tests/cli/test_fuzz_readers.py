@@ -138,7 +138,7 @@ def test_deep_nesting_in_peers_is_refused(tmp_path):
 def test_fields_given_twice_are_refused(run):
     text = (run / "config.json").read_text()
     (run / "config.json").write_text(text.replace('"norm_eps":', '"norm_eps": 1, "norm_eps":'))
-    assert "field 'norm_eps' is there twice" in refused("generate", run)
+    assert "field 'norm_eps' is given twice" in refused("generate", run)
 
 
 def test_metrics_that_are_damaged_are_cut(run):

@@ -85,7 +85,7 @@ def test_training_on_ranks_loads_no_library_of_the_working_directory(tmp_path, m
         (tmp_path / file).chmod(0o755)
     monkeypatch.chdir(tmp_path / "bin")
     monkeypatch.delenv("NSA_PROGRAM", raising=False)
-    monkeypatch.setattr(nsa.train, "__file__", "/nowhere/python/nsa/train.py")  # no build beside it
+    monkeypatch.setattr(nsa.train, "__file__", "/nowhere/python/nsa/train.py")  # no build next to it
     for path in (".", "", "../bin", ":/nowhere"):
         monkeypatch.setenv("PATH", path)
         with pytest.raises(SystemExit, match="name it in NSA_PROGRAM") as refusal:

@@ -163,9 +163,9 @@ def test_lost_checkpoint_is_not_overwritten(run):
     (run / "model.safetensors").unlink()
     before = content(run)
     message = refused("train", "--out", run, "--resume")
-    assert "model.safetensors: lost" in message and "--overwrite" in message
+    assert "model.safetensors: missing" in message and "--overwrite" in message
     (run / "metrics.jsonl").unlink()
-    assert "optimizer-24.safetensors is there" in refused("train", "--out", run, "--resume")
+    assert "optimizer-24.safetensors exists" in refused("train", "--out", run, "--resume")
     assert before.keys() - content(run).keys() == {"metrics.jsonl"}
 
 

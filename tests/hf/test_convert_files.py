@@ -120,7 +120,7 @@ def test_objects_nested_deep_are_refused(src, capsys, name):
 @pytest.mark.parametrize(
     ("content", "message"),
     [(b"\xff", "not UTF-8"), (b"[]", "must be an object"), (b'{"a": NaN}', "NaN is no number"), (b"{", "line 1"),
-     (b'{"a": 1, "a": 2}', "field 'a' is there twice"), (b'{"a": ' + b"1" * 5000 + b"}", "digits")],
+     (b'{"a": 1, "a": 2}', "field 'a' is given twice"), (b'{"a": ' + b"1" * 5000 + b"}", "digits")],
 )  # fmt: skip
 @pytest.mark.parametrize("name", [CONFIG, "generation_config.json", INDEX])
 def test_objects_that_are_damaged_are_refused(src, capsys, name, content, message):

@@ -28,16 +28,18 @@ def decode_time(sources: Sources) -> Figure | None:
     for ax, batch in zip(axes, batches, strict=True):
         steps = {context: step for (sequences, context), step in sorted(found.items()) if sequences == batch}
         times = {name: [step[name] for step in steps.values()] for name in ("median", "floor", "dense_floor")}
-        beside = sorted((step["context"], step["us"][step["best"]]) for step in dense if step["batch"] == batch)
-        if beside:
-            ax.plot(*zip(*beside, strict=True), "s-", color=full, ms=5, label="dense attention, torch's fastest way")
+        dense_points = sorted((step["context"], step["us"][step["best"]]) for step in dense if step["batch"] == batch)
+        if dense_points:
+            ax.plot(
+                *zip(*dense_points, strict=True), "s-", color=full, ms=5, label="dense attention, torch's fastest way"
+            )
         ax.plot(list(steps), times["dense_floor"], ":", color=full, label="a copy of what dense attention reads")
         others = sorted((step["context"], step["us"]) for step in peer if step["batch"] == batch)
         if others:
             ax.plot(*zip(*others, strict=True), "^--", color="0.4", ms=5, label="flash_nsa")
         ax.plot(list(steps), times["median"], "o-", color=nsa, ms=5, label="NSA")
         ax.plot(list(steps), times["floor"], ":", color=nsa, label="a copy of what NSA reads")
-        length_axis(ax, sorted({*steps, *(context for context, _ in beside)}))
+        length_axis(ax, sorted({*steps, *(context for context, _ in dense_points)}))
         ax.set(yscale="log", xlabel="context (tokens)", ylabel="time of a step (µs)")
         ax.set_title(f"{batch} sequences" if batch > 1 else "one sequence")
     fig.suptitle(shown(f"{result['stages']['decode']['result']['problem']}; {result['gpu']}"), fontsize=9)

@@ -68,8 +68,8 @@ class SequenceSamplers {
   std::vector<Sampler> samplers_;
 };
 
-/// Sequences that go on side by side. The most likely tokens are chosen on the device, as a part of the step; what the
-/// host gets are three numbers a sequence. Draws are made by the host.
+/// A batch of sequences that are continued together. Greedy tokens are computed on the device, as a part of the step,
+/// which sends three numbers per sequence to the host. Sampling runs on the host.
 class Continuation {
  public:
   Continuation(const Model& model, const Sequences& prompts, const GenerateOptions& options)

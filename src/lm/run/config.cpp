@@ -229,7 +229,7 @@ std::string first_difference(const nlohmann::json& now, const nlohmann::json& be
     }
   }
   for (const auto& [key, value] : now.items()) {
-    if (!before.contains(key)) return fmt::format("{} = {}, was not there", key, value.dump());
+    if (!before.contains(key)) return fmt::format("{} = {}, was missing", key, value.dump());
   }
   return {};
 }

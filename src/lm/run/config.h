@@ -76,7 +76,7 @@ std::string text_of(const RunConfig& config);
 /// Is it a config.json of this program, sound or not?
 bool is_run_config(const std::string& text);
 
-/// Does the field of `train` only tell how often a run logs, evaluates or saves? It may go on with another value.
+/// Is the field of `train` an interval of logging, evaluation or checkpoints? A resumed run may change it.
 bool is_interval(const std::string& field);
 
 /// The first field in which they differ, as "train.lr = 0.003, was 0.001"; empty when they agree.

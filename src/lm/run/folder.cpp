@@ -29,7 +29,7 @@ bool is_optimizer(const std::string& name) {
   return step >= 0 && name == optimizer_name(step);
 }
 
-/// Takes the lines of later steps and the end out of a run's metrics, so that they go on from the checkpoint.
+/// Removes the lines of later steps and of the end from a run's metrics, so that they continue from the checkpoint.
 void cut_metrics(const std::string& path, std::int64_t step) {
   const std::string all = base::read_text(path);
   std::istringstream lines(all);
@@ -147,7 +147,7 @@ std::optional<TrainState> RunFolder::load(const RunConfig& config, const NamedTe
     // Metrics and the optimizer of a later step come after the first checkpoint, which is that of step 0.
     for (const auto& name : present) {
       if (name == kMetrics || (is_optimizer(name) && name != optimizer_name(0))) {
-        throw base::Error(fmt::format("{}: lost: {} is there; restore it, or pass --overwrite", path, name));
+        throw base::Error(fmt::format("{}: missing, but {} exists; restore it, or pass --overwrite", path, name));
       }
     }
     return {};

@@ -18,10 +18,10 @@ namespace nsa::lm {
 /// temporary files. What fails on the disk is thrown as by throw_errno().
 class RunFolder {
  public:
-  /// For a new run; the folder is made where it is not. Throws Error when it holds a run, unless `overwrite`, or when
+  /// The folder of a new run; created if missing. Throws Error when it holds a run, unless `overwrite`, or when
   /// it holds anything else.
   static RunFolder for_new_run(const std::string& path, bool overwrite);
-  /// Of a run to go on with. Throws Error when there is none.
+  /// The folder of a run to resume. Throws Error when there is none.
   static RunFolder of_run(const std::string& path);
 
   const std::string& path() const { return path_; }
@@ -31,7 +31,7 @@ class RunFolder {
   /// removed.
   void begin(const RunConfig& config) const;
 
-  /// Gives the run that it holds another configuration, with other intervals.
+  /// Replaces the configuration of its run by one with other intervals.
   void update(const RunConfig& config) const;
 
   /// Adds a line to metrics.jsonl.

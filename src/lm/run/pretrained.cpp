@@ -277,7 +277,7 @@ PretrainedFolder::PretrainedFolder(const std::string& path) : path_(path) {
         throw base::Error(fmt::format("{}: tensor '{}' is in {}, too", where, tensor.name, held[tensor.name]));
       }
       if (indexed && (!places.count(tensor.name) || places[tensor.name] != name)) {
-        throw base::Error(fmt::format("{}: tensor '{}' is not there by {}", where, tensor.name, kIndex));
+        throw base::Error(fmt::format("{}: tensor '{}': {} does not list it in this file", where, tensor.name, kIndex));
       }
       stored += static_cast<std::int64_t>(tensor.bytes.size()) / 2;  // at least two bytes a value
     }

@@ -382,7 +382,7 @@ void Trainer::save() {
   saved_step_ = state_.step;
 }
 
-/// Gives all ranks the first one's weights, to begin or go on with.
+/// Broadcasts the first rank's weights, for a new or a resumed run.
 void Trainer::share_weights() {
   const at::NoGradGuard no_grad;
   for (const auto& [name, parameter] : model_.parameters()) ranks_.broadcast(parameter.detach(), 0);
