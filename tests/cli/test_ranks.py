@@ -114,6 +114,7 @@ def test_two_batches_for_each_rank(corpus, alone, tmp_path):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.parametrize("kind", ("dense", "sparse"))
 def test_from_a_folder_of_transformers(kind, corpus, tmp_path):
@@ -156,6 +157,7 @@ def wait_for_step(step, run, process):
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_stopped_and_resumed(long, tmp_path):
     """Bitwise with as many ranks, sharded or not; another number of ranks resumes, too."""
@@ -176,6 +178,7 @@ def test_stopped_and_resumed(long, tmp_path):
     same_bits(copy, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.parametrize("victim", (0, 1))
 def test_killed(victim, long, tmp_path):

@@ -50,6 +50,7 @@ def interrupt(out, arguments, seconds, how):
     return process.wait(60)
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_kills_at_any_moment_leave_no_trace(tmp_path, corpus, uninterrupted):
     reference, seconds = uninterrupted
@@ -93,6 +94,7 @@ def test_an_interrupt_saves_and_ends_cleanly(tmp_path, corpus, uninterrupted, ho
     same_bits(reference, out)
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_old_run_resumes_without_newer_options(tmp_path, corpus):
     fan_in_256 = [16 if before == "--kernel-size" else option for before, option in pairwise(["", *TINY])]
@@ -132,6 +134,7 @@ def test_other_options_are_refused_by_name(uninterrupted, option, expected):
     assert expected in refused("train", "--out", uninterrupted[0], "--resume", *option)
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_other_intervals_are_taken_over(tmp_path, corpus, uninterrupted):
     """How often a run logs, evaluates and saves changes what it tells, not what it learns."""

@@ -24,6 +24,7 @@ def run(llama, *options):
     return llama.Run(llama.arguments(["--device", "cpu", "--shape", "tiny", *map(str, options)])).everything()
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_its_figures(llama, tmp_path):
     file = tmp_path / "llama.json"

@@ -117,6 +117,7 @@ def test_opcheck_runs_all():
     assert len(list(arguments())) == 27
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -138,6 +139,7 @@ def test_compile(backend, fresh_compiler, operation, packed):
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_compile_for_any_length_and_seed(backend, fresh_compiler):
     """The layer compiles once for all lengths, seeds and packings of one shape."""
@@ -150,6 +152,7 @@ def test_compile_for_any_length_and_seed(backend, fresh_compiler):
     assert torch.equal(compiled(x, lengths, seed=3), layer(x, lengths, seed=3))
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_compile_with_inductor(device, fresh_compiler):
     problem = Problem([(60, 60)])
@@ -367,6 +370,7 @@ def test_layer_keeps_only_what_it_says(device):
     assert kept() - kept(recompute_compressed=True) == sum(t.numel() for t in problem.compressed(inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_eager_and_compiled_code_take_different_ways_to_equal_gradients(device, fresh_compiler):
     """Past the registered formula, and through it."""

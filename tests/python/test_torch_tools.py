@@ -81,6 +81,7 @@ def test_inductor(model, fresh_compiler):
             torch.testing.assert_close(out, model(x[:, i : i + 1], caches=caches[1]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_compiled_first_chunk(model, fresh_compiler):
     """Of changing lengths and counts, in one graph: the bits of eager code, the cache included."""
@@ -95,6 +96,7 @@ def test_a_compiled_first_chunk(model, fresh_compiler):
         assert all(torch.equal(a, b) for a, b in zip(*(cache.tensors() for cache in caches), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(model, strict, tmp_path):

@@ -22,6 +22,7 @@ from test_operators import arguments, ops  # noqa: E402
 SOME = 8  # allocations of each operator
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.skipif(not sys.platform.startswith("linux") or not shutil.which("g++"), reason="needs Linux and g++")
 def test_every_operator(tmp_path):

@@ -342,6 +342,7 @@ def test_folded_tokens_are_compressed_tokens(backend, layer):
     assert torch.equal(cache.k_c[:, : SMALL.num_compressed(50)], nsa.compress(k, weights, SMALL))
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_compiled_steps(backend, layer):
     torch._dynamo.reset()
@@ -630,6 +631,7 @@ def test_fp8_refused_steps(host):
         nsa.compress(k.to(FP8).expand(1, LENGTH, 2, 16), nsa.CompressionWeights("mean"), SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_fp8_compiles(device):
     """opcheck itself cannot compare tensors in fp8."""
