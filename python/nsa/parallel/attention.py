@@ -139,7 +139,7 @@ def native_sparse_attention(
             cfg=cfg,
             weights_k=weights_k,
             weights_v=weights_v,
-            rope=None if rope is None else (rope[0][:1], rope[1][:1]),
+            rope=rope,
             softmax_scale=softmax_scale,
             noise=noise,
             seed=seed,
