@@ -363,7 +363,7 @@ def native_sparse_attention(
         indices: as in `nsa_attention`.
         rope: cosines and sines, float32 (max_positions, R / 2) each, R <= Dk: q and keys come unrotated, query i turns
             by row i + Sk - Sq, key i by row i, compressed key i by row i*d (per sequence, if packed). If R < Dk, the
-            first R channels turn, in pairs (j, j + R/2). None: nothing is rotated.
+            first R channels are rotated, in pairs (j, j + R/2). None: nothing is rotated.
         noise, seed: as in `select_blocks`.
         recompute_compressed: the backward computes compressed keys and values again instead of keeping them.
         return_indices: also return the blocks that the importance selects.

@@ -230,10 +230,10 @@ def native_sparse_attention(
         at_q, at_k, at_c = lengths.positions(q, k, k_c, cfg)
         check_positions(rope, 1 + int(max([-1, *at_k.tolist()])))
 
-        def turned(x: Tensor, at: Tensor) -> Tensor:
+        def rotated(x: Tensor, at: Tensor) -> Tensor:
             return rotate(x, rope[0][at], rope[1][at])
 
-        q, k_slc, k_swa, k_c = turned(q, at_q), turned(k_slc, at_k), turned(k_swa, at_k), turned(k_c, at_c)
+        q, k_slc, k_swa, k_c = rotated(q, at_q), rotated(k_slc, at_k), rotated(k_swa, at_k), rotated(k_c, at_c)
     return nsa_attention(
         *(q, k_slc, v_slc, gates),
         k_c=k_c,

@@ -445,13 +445,13 @@ def decode_paged(
     flag = torch.zeros(1, dtype=torch.int32, device=q.device) if overflow is None else overflow
     at = slice(None) if rope is None else _positions(rope, query_start_loc, seq_lens, q)
     with torch.no_grad():
-        turned = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
+        rotated = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
         o, selected = call(
             ops.decode_paged,
-            *(turned.q, turned.k, v, turned.k_slc, v_slc, turned.k_swa, v_swa, gates),
+            *(rotated.q, rotated.k, v, rotated.k_slc, v_slc, rotated.k_swa, v_swa, gates),
             *(*layer, flag, seq_lens, block_table, block_table_c, block_table_swa, block_table_cmp),
-            *(query_start_loc, max_query_len, *turned.weights_k.as_arguments(), *weights_v.as_arguments()),
-            *(cfg.as_list(), softmax_scale, turned.cos, turned.sin, indices, k_scale, v_scale),
+            *(query_start_loc, max_query_len, *rotated.weights_k.as_arguments(), *weights_v.as_arguments()),
+            *(cfg.as_list(), softmax_scale, rotated.cos, rotated.sin, indices, k_scale, v_scale),
             names=names,
         )
     if overflow is None and int(flag.item()):

@@ -106,14 +106,14 @@ class Plan:
                 rows.copy_(rows.to(wide) + next(received[cp.owners[c - 1]]))
         return found
 
-    def compressed(self, tokens: Tensor, weights: CompressionWeights, chunk: Chunk, turned: bool) -> Tensor:
+    def compressed(self, tokens: Tensor, weights: CompressionWeights, chunk: Chunk, rotated: bool) -> Tensor:
         """The compressed tokens whose blocks start in a chunk; rotated, if they are keys."""
         count = chunk.own_blocks[1] - chunk.own_blocks[0]
         if count == 0:
             return tokens.narrow(self.dim, 0, 0)
         out = compress(tokens, weights, self.cfg, self.offsets(chunk.squeezed_lengths, tokens))
         out = out.narrow(self.dim, 0, count)
-        if not turned or self.rope is None:
+        if not rotated or self.rope is None:
             return out
         d = self.cfg.kernel_stride
         rows = torch.cat([torch.arange(i * d, (i + n) * d, d, device=tokens.device) for i, n in chunk.block_numbers])

@@ -57,8 +57,8 @@ StepInputs step_inputs(const at::Tensor& tokens, const at::Tensor& embedding, co
                              .width = static_cast<int>(width),
                              .half = static_cast<int>(half),
                              .x = in.x.mutable_data_ptr<float>(),
-                             .turned_cos = in.rotation.cos.mutable_data_ptr<float>(),
-                             .turned_sin = in.rotation.sin.mutable_data_ptr<float>()};
+                             .rotation_cos = in.rotation.cos.mutable_data_ptr<float>(),
+                             .rotation_sin = in.rotation.sin.mutable_data_ptr<float>()};
   if (state.first_slots.defined()) {
     in.slots = at::empty({rows}, state.positions.options());
     in.lengths = at::empty({rows}, state.num_new.options());

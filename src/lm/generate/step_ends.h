@@ -1,4 +1,4 @@
-// Both ends of a decode step: what it starts with, and the choice of the next tokens. On a GPU each is one kernel.
+// Both ends of a decode step: its inputs, and the sampling of the next tokens. On a GPU each is one kernel.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(kInputThreads) begin_step(const __grid_constan
   for (int c = static_cast<int>(threadIdx.x); c < args.width; c += kInputThreads)
     args.x[row * args.width + c] = embedding[c];
   for (int c = static_cast<int>(threadIdx.x); c < args.half; c += kInputThreads) {
-    args.turned_cos[row * args.half + c] = args.cos[slot * args.half + c];
-    args.turned_sin[row * args.half + c] = args.sin[slot * args.half + c];
+    args.rotation_cos[row * args.half + c] = args.cos[slot * args.half + c];
+    args.rotation_sin[row * args.half + c] = args.sin[slot * args.half + c];
   }
   __syncthreads();  // all have read the position
   if (threadIdx.x > 0) return;

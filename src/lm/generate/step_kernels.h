@@ -14,11 +14,11 @@ struct StepInputsArgs {
   const float* embedding;      // (tokens, width)
   const float *cos, *sin;      // (capacity, half)
   int rows, width, half;
-  float* x;                         // (rows, width)
-  float *turned_cos, *turned_sin;   // (rows, half)
-  const std::int64_t* first_slots;  // (rows); null: no slots, no lengths
-  std::int64_t* slots;              // (rows)
-  int* lengths;                     // (rows)
+  float* x;                            // (rows, width)
+  float *rotation_cos, *rotation_sin;  // (rows, half)
+  const std::int64_t* first_slots;     // (rows); null: no slots, no lengths
+  std::int64_t* slots;                 // (rows)
+  int* lengths;                        // (rows)
 };
 int step_inputs(const StepInputsArgs& args, void* stream);
 

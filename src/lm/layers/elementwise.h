@@ -10,7 +10,7 @@
 
 namespace nsa::lm {
 
-/// `from` (rows, heads, D) is written to `to`, turned by direction * the angles: +1, -1 or, for a copy, 0.
+/// `from` (rows, heads, D) is written to `to`, rotated by direction * the angles: +1, -1 or, for a copy, 0.
 struct RotaryCopy {
   at::Tensor from, to;
   float direction;
@@ -21,7 +21,7 @@ void fused_rotary_copy(const std::vector<RotaryCopy>& copies, const at::Tensor& 
 namespace fused {
 struct RotaryCopyArgs;
 }
-/// The same for another kernel that does it beside its own work.
+/// The same for a kernel that fuses it with its own work.
 fused::RotaryCopyArgs rotary_copy_args(const std::vector<RotaryCopy>& copies, const at::Tensor& cos,
                                        const at::Tensor& sin);
 

@@ -1,5 +1,5 @@
-// Rotary position embedding: channel pairs (j, j + D/2) turn by position * frequency. By torch's operations it takes
-// 2.6 times as long on a CPU: docs/findings/training/speed.md.
+// Rotary position embedding: rotates channel pairs (j, j + D/2) by position * frequency. With torch's operations it
+// takes 2.6 times as long on a CPU: docs/findings/training/speed.md.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -260,7 +260,7 @@ int launch_gemm(void (*kernel)(Params...), const SkinnyGemmArgs& args, int block
   const int rows = std::min(args.rows, kMaxRows);
   const int memory = kWarps * stages * block_rows * kWarpColumns * 2 + rows * row_stride(args.depth) * 2;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory);
-  // Thread blocks of several kernels lie on an SM beside each other.
+  // Thread blocks of several kernels share an SM.
   if (error == cudaSuccess)
     error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
