@@ -24,7 +24,7 @@ inline constexpr int kMaxDecodeTokens = 16;
 /// of the compression (k_cmp_ring, v_cmp_ring) always are in q's type.
 struct KVCacheView {
   TensorView k_slc, v_slc;  // (num_pages, page_size, Hkv, D), page_size a positive multiple of 16
-  TensorView block_table;   // int32 (B, max_pages): page p of a sequence; -1: none
+  TensorView block_table;   // int32 (B, max_pages): page p of a sequence; -1: none. Only full pages can be shared
   TensorView k_c, v_c;      // (num_pages_c, page_size_c, Hkv, D): compressed tokens, keys rotated
   // int32 (B, max_pages_c). Without it compressed tokens are with the tokens, in pages of k_c and v_c by block_table,
   // (num_pages, page_size / d, Hkv, D): token i where its block's last token is, in slot i + l / d - 1 of the

@@ -208,9 +208,9 @@ class KVCache:
             room = min(max_length, len(pools[0].held[b]) * pools[0].page_size)
             if not 0 <= length <= room:
                 raise ValueError(f"cache_seqlens[{b}] = {length}: must be 0 ... {room}, what its pages hold")
-        sizes = zip(*map(cache._pages.sizes, cache._longest), strict=True)
-        for name, pages, lengths in zip(NAMES[10:], pools, sizes, strict=True):
-            check_sharing(name, pages.held, [length // pages.page_size for length in lengths])
+        for i, (name, pages) in enumerate(zip(NAMES[10:], pools, strict=True)):
+            full = [cache._pages.sizes(length)[i] // pages.page_size for length in cache._longest]
+            check_sharing(name, pages.held, full)
         cache.contiguous = all(p.max_pages == 1 and len(p.uses) == len(p.held) and set(p.uses) == {1} for p in pools)
         return cache
 

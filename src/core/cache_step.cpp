@@ -29,7 +29,7 @@ void clear_rows(const TensorView& tensor, std::int64_t batch, std::int64_t begin
 bool has_capacity(const KVCacheView& cache, const NSAConfig& cfg, const StepSequence& s) {
   const auto needed = pages_needed(cache, cfg, s.length_before, s.length);
   return std::all_of(needed.begin(), needed.end(), [&](const PagesNeeded& n) {
-    for (std::int64_t p = n.begin / n.page_size; p * n.page_size < n.end; ++p)
+    for (std::int64_t p = n.first_page(); p < n.end_page(); ++p)
       if (p >= n.table.size(1) || table_entry(n.table, s.batch, p) < 0) return false;
     return true;
   });
@@ -56,13 +56,13 @@ std::vector<PagesNeeded> pages_needed(const KVCacheView& cache, const NSAConfig&
                                       std::int64_t after) {
   std::vector<PagesNeeded> needed;
   const auto add = [&](const char* name, const TensorView& table, const TensorView& pages, std::int64_t begin,
-                       std::int64_t end) {
-    if (table.defined()) needed.push_back({name, table, pages.size(1), begin, end});
+                       std::int64_t written, std::int64_t end) {
+    if (table.defined()) needed.push_back({name, table, pages.size(1), begin, written, end});
   };
-  add("block_table", cache.block_table, cache.k_slc, 0, after);
-  add("block_table_c", cache.block_table_c, cache.k_c, 0, cfg.num_compressed(after));
-  add("block_table_swa", cache.block_table_swa, cache.k_swa_ring, window_begin(cfg, before), after);
-  add("block_table_cmp", cache.block_table_cmp, cache.k_cmp_ring, open_block_begin(cfg, before), after);
+  add("block_table", cache.block_table, cache.k_slc, 0, before, after);
+  add("block_table_c", cache.block_table_c, cache.k_c, 0, cfg.num_compressed(before), cfg.num_compressed(after));
+  add("block_table_swa", cache.block_table_swa, cache.k_swa_ring, window_begin(cfg, before), before, after);
+  add("block_table_cmp", cache.block_table_cmp, cache.k_cmp_ring, open_block_begin(cfg, before), before, after);
   return needed;
 }
 

@@ -19,11 +19,15 @@ struct CachedRows {
   TokenRows k_slc, v_slc, k_c, v_c, k_swa, v_swa, k_cmp, v_cmp;
 };
 
-/// Rows of a table that must have pages for the tokens begin ... end - 1.
+/// Rows of a table that must have pages for the tokens begin ... end - 1, of which those from `written` on are new.
 struct PagesNeeded {
   const char* table_name;
   TensorView table;
-  std::int64_t page_size, begin, end;
+  std::int64_t page_size, begin, written, end;
+
+  std::int64_t first_page() const { return begin / page_size; }
+  std::int64_t end_page() const { return (end + page_size - 1) / page_size; }
+  bool writes(std::int64_t page) const { return written < end && (page + 1) * page_size > written; }
 };
 /// What a sequence of `before` tokens needs to get `after` tokens.
 std::vector<PagesNeeded> pages_needed(const KVCacheView& cache, const NSAConfig& cfg, std::int64_t before,

@@ -9,18 +9,26 @@
 namespace nsa {
 namespace {
 
-/// Pages that the child does not share must be there; a shared page must be full, as the child will write behind it.
-Status check_pages(const ForkParams& params, const PagesNeeded& needed) {
-  for (std::int64_t p = needed.begin / needed.page_size; p * needed.page_size < needed.end; ++p) {
+/// Pages that the child does not share must be there, and no others'; a shared page must be full, as the child will
+/// write behind it. `all` is what the parent has.
+Status check_pages(const ForkParams& params, const PagesNeeded& needed, const PagesNeeded& all) {
+  const auto entry = [&](std::int64_t row, std::int64_t p) {
+    return p < needed.table.size(1) ? table_entry(needed.table, row, p) : -1;
+  };
+  for (std::int64_t p = needed.first_page(); p < needed.end_page(); ++p) {
+    const std::int64_t page = entry(params.child, p);
     const std::string where = std::string("cache.") + needed.table_name + "[" + std::to_string(params.child) + ", " +
                               std::to_string(p) + "]: ";
-    if (p >= needed.table.size(1) || table_entry(needed.table, params.child, p) < 0)
-      return Status::out_of_capacity(where + "no page for the child's tokens");
-    if (table_entry(needed.table, params.parent, p) < 0)
-      return Status::invalid_argument(where + "the parent has no such page");
-    if (table_entry(needed.table, params.child, p) == table_entry(needed.table, params.parent, p) &&
-        (p + 1) * needed.page_size > needed.end)
-      return Status::invalid_argument(where + "shared with the parent, but not full at the shared length");
+    if (page < 0) return Status::out_of_capacity(where + "no page for the child's tokens");
+    if (entry(params.parent, p) < 0) return Status::invalid_argument(where + "the parent has no such page");
+    if (page == entry(params.parent, p)) {
+      if ((p + 1) * needed.page_size > needed.end)
+        return Status::invalid_argument(where + "shared with the parent, but not full at the shared length");
+      continue;
+    }
+    for (std::int64_t other = all.first_page(); other < all.end_page(); ++other)
+      if (page == entry(params.parent, other) || (other < p && page == entry(params.child, other)))
+        return Status::invalid_argument(where + "page " + std::to_string(page) + " is copied to, but named twice");
   }
   return {};
 }
@@ -31,10 +39,11 @@ Status fork_in_host_memory(const ForkParams& params) {
   const KVCacheView& cache = params.cache;
   const NSAConfig& cfg = params.cfg;
   const std::int64_t length = params.length;
-  for (const PagesNeeded& needed : pages_needed(cache, cfg, length, length))
-    if (Status s = check_pages(params, needed); !s.ok()) return s;
-  const CachedRows from(cache, cfg, params.parent), to(cache, cfg, params.child);
   const std::int64_t parent_length = int32_at(cache.cache_seqlens, params.parent);
+  const auto needed = pages_needed(cache, cfg, length, length), all = pages_needed(cache, cfg, length, parent_length);
+  for (std::size_t i = 0; i < needed.size(); ++i)
+    if (Status s = check_pages(params, needed[i], all[i]); !s.ok()) return s;
+  const CachedRows from(cache, cfg, params.parent), to(cache, cfg, params.child);
   const auto copy = [&](TokenRows CachedRows::*rows, const TensorView& tokens, std::int64_t begin, std::int64_t end) {
     for (std::int64_t next; begin < end; begin = next) {
       next = std::min(end, begin + (from.*rows).run(begin));

@@ -45,8 +45,11 @@ TEST(CacheRefused, Decode) {
     std::function<void(DecodeParams&)> spoil;
     std::string message;
   };
-  Tensor table(DType::kInt32, {2, 6}), lengths(DType::kInt32, {2}), too_many(DType::kInt32, {2});
+  Tensor table(DType::kInt32, {2, 6}), shared(DType::kInt32, {2, 6}), lengths(DType::kInt32, {2});
+  Tensor too_many(DType::kInt32, {2}), seven(DType::kInt32, {2});
+  fill_value(seven, 7);
   fill_value(table, 12);
+  fill_value(shared, 3);
   fill_value(lengths, -1);
   fill_value(too_many, 4);
   using P = DecodeParams;
@@ -71,6 +74,12 @@ TEST(CacheRefused, Decode) {
        "cache.k_slc: float64 (12, 16, 2, 16): dimension 2 of an output has stride 0"},
       {[&](P& p) { p.cache.block_table = table; },
        "cache.block_table[0, 0] = 12: must be -1 or below 12, the number of pages"},
+      {[&](P& p) { p.cache.block_table = shared; },
+       "cache.block_table[1, 0] = 3: [0, 0] is this page too, and the step writes to it: only full pages can be "
+       "shared"},
+      {[&](P& p) { p.cache.block_table_c = slice(shared, 1, 0, 2), p.cache.cache_seqlens = seven; },
+       "cache.block_table_c[1, 0] = 3: [0, 0] is this page too, and the step writes to it: only full pages can be "
+       "shared"},
       {[&](P& p) { p.cache.cache_seqlens = lengths; }, "cache.cache_seqlens[0] = -1: must be >= 0"},
       {[](P& p) { p.cache.overflow = {}; }, "cache.overflow: not given: expected int32 (1)"},
       {[&](P& p) { p.num_new = too_many; }, "num_new[0] = 4: must be 0 ... m = 3"},
@@ -169,6 +178,7 @@ TEST(CacheRefused, WhatAnEngineGives) {
   }
   Call call;
   fill_value(table, 4);
+  table.set({1, 0}, 3);
   DecodeParams params = step.params;
   windows(params);
   EXPECT_EQ(validate(params, call).message(), "");
@@ -255,6 +265,26 @@ TEST(CacheRefused, ARotationTableThatIsTooShort) {
             "decode: rope_cos: float32 (4, 8): sequence 0 rotates a compressed key at position 4");
 }
 
+TEST(CacheRefused, OnlyFullPagesAreShared) {
+  Step step;
+  Tensor table(DType::kInt32, {2, 6}), lengths(DType::kInt32, {2});
+  step.params.cache.block_table = table;
+  step.params.cache.cache_seqlens = lengths;
+  const auto message = [&](std::int32_t length, std::vector<std::int32_t> first, std::vector<std::int32_t> second) {
+    fill_value(lengths, length);
+    fill_value(table, -1);
+    for (std::int64_t p = 0; p < 2; ++p) table.set({0, p}, first[p]), table.set({1, p}, second[p]);
+    return decode(step.params, {Backend::kReference}).message();
+  };
+  const std::string rule = " is this page too, and the step writes to it: only full pages can be shared";
+  EXPECT_EQ(message(16, {5, 6}, {5, 7}), "");
+  EXPECT_EQ(message(15, {5, 6}, {5, 7}), "decode: cache.block_table[1, 0] = 5: [0, 0]" + rule);
+  EXPECT_EQ(message(16, {5, 6}, {7, 5}), "decode: cache.block_table[0, 0] = 5: [1, 1]" + rule);
+  EXPECT_EQ(message(16, {5, 5}, {7, 8}), "decode: cache.block_table[0, 0] = 5: [0, 1]" + rule);
+  step.num_new.set({1}, 0);  // an idle row may name anything
+  EXPECT_EQ(message(15, {5, 6}, {5, 7}), "");
+}
+
 TEST(CacheRefused, Fork) {
   Step step;
   ASSERT_TRUE(decode(step.params, {Backend::kReference}).ok());
@@ -270,6 +300,19 @@ TEST(CacheRefused, Fork) {
             "fork: cache.block_table[1, 0]: shared with the parent, but not full at the shared length");
   view.block_table.as<std::int32_t>()[view.block_table.stride[0]] = -1;
   EXPECT_EQ(message(0, 1, 3), "fork: cache.block_table[1, 0]: no page for the child's tokens");
+  const auto set_row = [&](std::int64_t b, std::int32_t first, std::int32_t second) {
+    std::int32_t* row = view.block_table.as<std::int32_t>() + b * view.block_table.stride[0];
+    row[0] = first, row[1] = second;
+  };
+  view.cache_seqlens.as<std::int32_t>()[0] = 20;
+  set_row(0, 3, 4);
+  const std::string twice = " is copied to, but named twice";
+  set_row(1, 3, 3);
+  EXPECT_EQ(message(0, 1, 20), "fork: cache.block_table[1, 1]: page 3" + twice);
+  set_row(1, 5, 5);
+  EXPECT_EQ(message(0, 1, 20), "fork: cache.block_table[1, 1]: page 5" + twice);
+  set_row(1, 3, 5);
+  EXPECT_EQ(message(0, 1, 20), "");
 }
 
 TEST(CacheRefused, Options) {

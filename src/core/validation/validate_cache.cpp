@@ -1,7 +1,10 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <tuple>
+#include <vector>
 
+#include "core/cache_step.h"
 #include "core/validation/check.h"
 #include "core/validation/check_weights.h"
 #include "core/validation/validate.h"
@@ -126,12 +129,44 @@ void check_packed(Checker& check, Shapes& s, const DecodeParams& params) {
   s.m.value = params.max_query_len > 0 ? params.max_query_len : s.T.value;
 }
 
+/// Only full pages can be shared: no page that the step writes to may be named a second time. `needed` has what each
+/// sequence needs of each table.
+void check_written_pages(Checker& check, const std::vector<std::pair<std::int64_t, std::vector<PagesNeeded>>>& needed) {
+  using Entry = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // page, sequence, column
+  for (std::size_t i = 0; check.ok() && !needed.empty() && i < needed.front().second.size(); ++i) {
+    const char* name = needed.front().second[i].table_name;
+    const TensorView table = check.readable(needed.front().second[i].table);
+    if (!table.defined()) return;
+    const auto each = [&](bool written, auto visit) {
+      for (const auto& [b, tables] : needed)
+        for (std::int64_t p = tables[i].first_page(); p < std::min(tables[i].end_page(), table.size(1)); ++p)
+          if (tables[i].writes(p) == written) visit(Entry{table_entry(table, b, p), b, p});
+    };
+    const auto refuse = [&](const Entry& entry, const Entry& writer) {
+      const auto [page, b, p] = entry;
+      check.require(page < 0, "cache.", name, "[", b, ", ", p, "] = ", page, ": [", std::get<1>(writer), ", ",
+                    std::get<2>(writer),
+                    "] is this page too, and the step writes to it: only full pages can be shared");
+    };
+    std::vector<Entry> writers;
+    each(true, [&](const Entry& entry) { writers.push_back(entry); });
+    std::ranges::sort(writers);
+    for (std::size_t w = 1; w < writers.size(); ++w)
+      if (std::get<0>(writers[w - 1]) == std::get<0>(writers[w])) refuse(writers[w], writers[w - 1]);
+    each(false, [&](const Entry& entry) {
+      const auto writer = std::ranges::lower_bound(writers, Entry{std::get<0>(entry), -1, -1});
+      if (writer != writers.end() && std::get<0>(*writer) == std::get<0>(entry)) refuse(entry, *writer);
+    });
+  }
+}
+
 /// Tokens that sequence b appends; the offsets of its table and rotation must hold them.
 void check_new_tokens(Checker& check, const Shapes& s, const DecodeParams& params) {
   const TensorView lengths = check.readable(params.cache.cache_seqlens);
   const TensorView num_new = params.num_new.defined() ? check.readable(params.num_new) : TensorView{};
   const TensorView starts = s.packed ? check.readable(params.query_start_loc) : TensorView{};
   if (!lengths.defined() || (s.packed && !starts.defined())) return;
+  std::vector<std::pair<std::int64_t, std::vector<PagesNeeded>>> needed;
   for (std::int64_t b = 0; b < s.B.value && check.ok(); ++b) {
     const std::int64_t added = num_new.defined() ? int32_at(num_new, b)
                                : s.packed        ? int32_at(starts, b + 1) - int32_at(starts, b)
@@ -147,7 +182,9 @@ void check_new_tokens(Checker& check, const Shapes& s, const DecodeParams& param
     const std::int64_t last = (params.cfg.num_compressed(length) - 1) * params.cfg.kernel_stride;
     check.require(!params.rope_cos.defined() || last < s.max_positions, "rope_cos: ", params.rope_cos, ": sequence ", b,
                   " rotates a compressed key at position ", last);
+    if (added > 0 && check.ok()) needed.emplace_back(b, pages_needed(params.cache, params.cfg, length - added, length));
   }
+  check_written_pages(check, needed);
 }
 
 }  // namespace

@@ -451,6 +451,11 @@ def test_a_wrong_decode_paged():
         r"v_scale\[1\] = 0: must be positive and finite": fp8 | {"v_scale": torch.tensor([1.0, 0.0])},
         "layer.k_cmp_ring: float8_e4m3fn .*: expected float32 as q": fp8
         | {"layer": stored._replace(k_cmp_ring=stored.k_slc)},
+        r"block_table\[1, 0\] = 3: \[0, 0\] is this page too, and the step writes to it": {
+            "block_table": table[[0, 0]]
+        },
+        r"block_table_swa\[1, 0\] = 3: \[0, 0\] is this page too, and": {"block_table_swa": table[[0, 0]]},
+        r"block_table_cmp\[1, 0\] = 3: \[0, 0\] is this page too, and": {"block_table_cmp": table[[0, 0]]},
         r"block_table_swa\[0, 0\] = 64: must be -1 or below 64": {"block_table_swa": table + 61},
         r"seq_lens\[1\] = 2: without advance it counts the new tokens too, 3": {
             "seq_lens": torch.tensor([2, 2], dtype=torch.int32)
