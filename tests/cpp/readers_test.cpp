@@ -163,7 +163,7 @@ TEST(Readers, Peers) {
   const Place place;
   const std::string sound =
       R"({"gpu": "a GPU", "settings": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "v_head_dim": 16,
-          "dtype": "bfloat16"}, "lengths": {"64": {"stages": {"whole, random": {
+          "dtype": "bfloat16"}, "lengths": {"64": {"stages": {"end to end, random": {
           "other": {"forward": 1.5, "backward": null}, "nsa": {"forward": 2}}}}, "96": {"stages": {}}}})";
   bench::Dims dims;
   dims.num_heads = 2, dims.num_kv_heads = 1, dims.head_dim = dims.v_head_dim = 16, dims.bfloat16 = true;
