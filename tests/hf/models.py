@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from transformers import (
@@ -73,6 +76,15 @@ def sparse(
             if ".gate." in name or ".phi_" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def name_tied_head(folder: Path) -> None:
+    """Lets the index of a tied model's folder name the head, which is in no file, as indexes of some models do."""
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    assert "lm_head.weight" not in index["weight_map"]
+    index["weight_map"]["lm_head.weight"] = index["weight_map"]["model.embed_tokens.weight"]
+    file.write_text(json.dumps(index))
 
 
 def padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:

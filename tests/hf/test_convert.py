@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from models import SMALL, dense, error, sparse, tokens
+from models import SMALL, dense, error, name_tied_head, sparse, tokens
 from nsa.convert import main
 from nsa.hf import convert
 from nsa.hf.conversion import compare_logits
@@ -105,6 +105,18 @@ def test_a_folder_becomes_what_convert_makes(name, tied, dtype, tmp_path, capsys
     ids = tokens(1, 150)
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, expected(ids).logits)
+
+
+def test_a_tied_head_that_the_index_names(tmp_path, capsys):
+    model = dense("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "src", max_shard_size="60kB")
+    name_tied_head(tmp_path / "src")
+    assert main([str(tmp_path / "src"), str(tmp_path / "out"), *SIZES, "--lengths", "50"]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert "lm_head.weight" not in index["weight_map"]
 
 
 def refused(capsys, *arguments):

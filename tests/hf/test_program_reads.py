@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models import VOCABULARY, dense, sparse, tokens
+from models import VOCABULARY, dense, name_tied_head, sparse, tokens
 from nsa.convert import main
 from program import PROGRAM, assert_same_text, needs_program, nsa, reads_pieces
 
@@ -72,6 +72,14 @@ def test_dense_models(name, tied, options, rope, tmp_path):
     model = dense(name, tie_word_embeddings=tied, rope_parameters=ROPES[rope])
     model.save_pretrained(tmp_path / "model", **({"max_shard_size": "60KB"} if options else {}))
     assert (tmp_path / "model" / "model.safetensors.index.json").exists() == bool(options)
+    assert_agree(tmp_path / "model", model, tokens(1, 90), tmp_path)
+
+
+@pytest.mark.parametrize("kind", [dense, sparse])
+def test_an_index_that_names_a_tied_head(kind, tmp_path):
+    model = kind("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "model", max_shard_size="60KB")
+    name_tied_head(tmp_path / "model")
     assert_agree(tmp_path / "model", model, tokens(1, 90), tmp_path)
 
 

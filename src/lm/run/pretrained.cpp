@@ -283,7 +283,7 @@ PretrainedFolder::PretrainedFolder(const std::string& path) : path_(path) {
     }
   }
   for (const auto& [tensor, name] : places) {
-    if (!held.count(tensor))
+    if (!held.count(tensor) && !is_left_out(tensor, config_))
       throw base::Error(fmt::format("{}: tensor '{}' is missing", in_folder(path, name), tensor));
   }
   // Before memory is taken for a damaged configuration.
