@@ -1,6 +1,7 @@
 """A run that is stopped or killed and resumed ends with the same bits as one that never was."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -92,6 +93,29 @@ def test_an_interrupt_saves_and_ends_cleanly(tmp_path, corpus, uninterrupted, ho
     assert end["reason"] == "interrupted" and 0 < end["step"] < 60
     nsa("train", "--out", out, "--resume")
     same_bits(reference, out)
+
+
+@pytest.mark.bits
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this process has one core")
+def test_a_run_resumed_on_one_core_keeps_its_threads_and_bits(tmp_path, corpus):
+    """Sums of torch depend on the number of threads, which config.json records."""
+    cores, options = os.sched_getaffinity(0), ["--data", corpus, *OPTIONS, "--threads", 0]
+    reference, out = tmp_path / "reference", tmp_path / "run"
+    nsa("train", "--out", reference, *options)
+    process = subprocess.Popen([PROGRAM, "train", "--out", out, *map(str, options)], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    process.stderr.readline()  # the first step is done
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert json.loads((out / "config.json").read_text())["train"]["threads"] == len(cores)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        nsa("train", "--out", out, "--resume")
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert json.loads((out / "config.json").read_text())["train"]["threads"] == len(cores)
+    same_bits(reference, out)
+    assert "train.threads" in refused("train", "--out", out, "--resume", "--threads", len(cores) + 1)
 
 
 @pytest.mark.slow
