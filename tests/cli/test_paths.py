@@ -6,9 +6,8 @@ import shutil
 import subprocess
 
 import pytest
-from safetensors.numpy import save_file
 
-from conftest import PROGRAM, TINY, nsa, open_checkpoint
+from conftest import PROGRAM
 
 SECONDS = 30  # a process that waits for a FIFO or reads a device is stopped then, and fails
 
