@@ -18,9 +18,9 @@
 
 #include "base/error.h"
 #include "base/files.h"
+#include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/exit.h"
-#include "cli/numbers.h"
 #include "lm/train/ranks.h"
 #include "nsa/backend.h"
 
@@ -122,7 +122,7 @@ int nsa_program(int argc, char** argv, const char* group) {
   add_needle(app);
   add_inspect(app);
   add_debug(app);
-  refuse_unrepresentable_numbers(app);
+  refuse_unusable_arguments(app);
   return close_output(run(app, argc, argv));
 }
 

@@ -6,8 +6,9 @@ import shutil
 import subprocess
 
 import pytest
+from safetensors.numpy import save_file
 
-from conftest import PROGRAM
+from conftest import PROGRAM, TINY, nsa, open_checkpoint
 
 SECONDS = 30  # a process that waits for a FIFO or reads a device is stopped then, and fails
 
@@ -90,3 +91,25 @@ def test_training_on_ranks_loads_no_library_of_the_working_directory(tmp_path, m
         with pytest.raises(SystemExit, match="name it in NSA_PROGRAM") as refusal:
             nsa.train.load_program()
         assert str(tmp_path) not in str(refusal.value)
+
+
+def test_empty_arguments_are_refused_by_name():
+    """All that take a text, but for a new document (--prompt) and names without an extension."""
+    where = {"train": ["--out", "x"], "bench": [], "recall": [], "info": []}
+    seen = 0
+    for command in re.findall(r"^  (\w+)", nsa("--help").stdout.decode().split("Subcommands:")[1], re.MULTILINE):
+        text = nsa(command, "--help").stdout.decode()
+        for option in re.findall(r"^  (?:-\w,)?(--[\w-]+) TEXT", text, re.MULTILINE):
+            if option in ("--prompt", "--extension"):
+                continue
+            before = [] if option == "--out" else where.get(command, ["x"])
+            message = one_refusal(command, *before, option, "")
+            one_of = f"{option}:  not in {{"  # for the options that have a list of values
+            assert f"{option}: must not be empty" in message or one_of in message, message
+            seen += 1
+    assert seen > 10
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "needle", "inspect", "debug compare"])
+def test_an_empty_checkpoint_is_refused_by_name(command):
+    assert re.search(r"(checkpoint|dump): must not be empty", one_refusal(*command.split(), ""))

@@ -1,4 +1,4 @@
-#include "cli/numbers.h"
+#include "cli/arguments.h"
 
 #include <fmt/core.h>
 
@@ -28,16 +28,20 @@ std::string check_number(const std::string& text) {
   }
 }
 
+std::string check_text(const std::string& text) { return text.empty() ? "must not be empty" : ""; }
+
 }  // namespace
 
-void refuse_unrepresentable_numbers(CLI::App& app) {
+void refuse_unusable_arguments(CLI::App& app) {
   for (CLI::Option* const option : app.get_options()) {
     const std::string type = option->get_type_name();  // with the names of the checks it has
     if (type.starts_with("INT")) option->check(check_number<std::int64_t>, "");
     if (type.starts_with("UINT")) option->check(check_number<std::uint64_t>, "");
     if (type.starts_with("FLOAT")) option->check(check_number<double>, "");
+    const bool may_be_empty = option->check_lname("prompt") || option->check_lname("extension");
+    if (type.starts_with("TEXT") && !may_be_empty) option->check(check_text, "");
   }
-  for (CLI::App* const subcommand : app.get_subcommands(nullptr)) refuse_unrepresentable_numbers(*subcommand);
+  for (CLI::App* const subcommand : app.get_subcommands(nullptr)) refuse_unusable_arguments(*subcommand);
 }
 
 }  // namespace nsa::cli
