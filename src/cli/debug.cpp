@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "cli/commands.h"
 #include "nsa/backend.h"
 #include "replay/replay.h"
@@ -15,8 +16,8 @@ namespace {
 
 void compare(const std::string& path) {
   const auto call = replay::read_dump(path);
-  fmt::print("{}: {} on the backend chosen by default ({}) against the fp64 oracle\n", path, call.operation,
-             variant_of(Backend::kCPU));
+  fmt::print("{}: {} on the backend chosen by default ({}) against the fp64 oracle\n", path,
+             base::printable(call.operation), variant_of(Backend::kCPU));
   fmt::print("{:<22} {:>12} {:>12} {:>12}  {}\n", "output", "max error", "max |oracle|", "of it", "");
   for (const auto& d : replay::compare_with_oracle(call)) {
     if (d.is_integer) {

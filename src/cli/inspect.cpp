@@ -42,7 +42,7 @@ struct InspectCommand {
                                          document.tokens.begin() + static_cast<std::ptrdiff_t>(length));
     const auto layers = lm::inspect(opened.model(), text, queries);
     fmt::print("device: {}\n", device.text);
-    fmt::print("{}: the first {} tokens of {}\n", checkpoint.path, length, document.name);
+    fmt::print("{}: the first {} tokens of {}\n", checkpoint.path, length, base::printable(document.name));
     print_table(layers);
     if (maps) print_maps(layers, opened.model().config().nsa.block_size);
     nlohmann::json out = {{"kind", "nsa-inspect"},

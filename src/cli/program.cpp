@@ -36,15 +36,7 @@ void keep_standard_streams() {
 
 std::string g_rank;  // prefix of each message: "rank 1: "
 
-/// One line for a terminal: names of files and fields may hold any byte.
-void print_error(std::string_view message) {
-  std::string line;
-  for (const char c : message) {
-    const auto byte = static_cast<unsigned char>(c);
-    line += byte < 0x20 || byte == 0x7f ? fmt::format("\\x{:02x}", byte) : std::string(1, c);
-  }
-  fmt::print(stderr, "nsa: {}{}\n", g_rank, line);
-}
+void print_error(std::string_view message) { fmt::print(stderr, "nsa: {}{}\n", g_rank, base::printable(message)); }
 
 /// torch's allocator of host memory has no exception of its own.
 bool is_out_of_memory(const c10::Error& error, const std::string& message) {

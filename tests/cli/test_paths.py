@@ -113,3 +113,20 @@ def test_empty_arguments_are_refused_by_name():
 @pytest.mark.parametrize("command", ["generate", "eval", "needle", "inspect", "debug compare"])
 def test_an_empty_checkpoint_is_refused_by_name(command):
     assert re.search(r"(checkpoint|dump): must not be empty", one_refusal(*command.split(), ""))
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J\x07\x00b", "n" * 100_000, "\u009b2J\u202ex"])
+def test_names_from_files_reach_the_terminal_in_one_short_line(run, name):
+    weights, metadata = open_checkpoint(run / "model.safetensors")
+    save_file({**weights, name: weights["norm.weight"]}, run / "model.safetensors", metadata)
+    message = one_refusal("generate", run, "--tokens", 1)
+    assert "is not in the configured model" in message
+    assert all(character.isprintable() for character in message.rstrip("\n")), message
+
+
+def test_a_dump_with_a_name_that_no_terminal_shows(tmp_path, trained):
+    weights, _ = open_checkpoint(trained["nsa"] / "model.safetensors")
+    save_file({"q": weights["norm.weight"]}, tmp_path / "dump", {"operation": "\x1b[2J" * 50_000})
+    done = subprocess.run([PROGRAM, "debug", "compare", tmp_path / "dump"], capture_output=True, timeout=SECONDS)
+    assert done.returncode == 2 and b"\x1b" not in done.stdout + done.stderr
+    assert len(done.stdout) + len(done.stderr) < 5000
