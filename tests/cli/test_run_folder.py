@@ -286,7 +286,7 @@ def test_weights_that_are_not_finite_are_said_to_be(run):
     weights["norm.weight"][3] = np.nan
     save_file(weights, run / "model.safetensors", metadata)
     for arguments in (["generate", run], ["eval", run], ["train", "--out", run, "--resume"]):
-        assert "tensor 'norm.weight' holds values that are not finite" in failed(*arguments)
+        assert "tensor 'norm.weight' holds values that are not finite" in refused(*arguments)
 
 
 def test_logits_that_are_not_finite_are_said_to_be(run):

@@ -54,15 +54,16 @@ void load_tensors(const std::string& path, const base::SafetensorsFile& file, co
   if (!stored.empty()) {
     throw base::Error(fmt::format("{}: tensor '{}' is not in the configured model", path, stored.begin()->first));
   }
-  require_finite(path, tensors);
+  if (const auto message = nonfinite_message(path, tensors)) throw base::Error(*message);
 }
 
-void require_finite(const std::string& where, const NamedTensors& tensors) {
+std::optional<std::string> nonfinite_message(const std::string& where, const NamedTensors& tensors) {
   for (const auto& [name, tensor] : tensors) {
     if (!tensor.detach().isfinite().all().item<bool>()) {
-      throw base::Failure(fmt::format("{}: tensor '{}' holds values that are not finite", where, name));
+      return fmt::format("{}: tensor '{}' holds values that are not finite", where, name);
     }
   }
+  return {};
 }
 
 std::string metadata_of(const std::string& path, const base::SafetensorsFile& file, const char* name) {

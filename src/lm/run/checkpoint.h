@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,11 +19,11 @@ inline constexpr const char* kModelFormat = "nsa-lm";
 std::string save_tensors(const std::string& path, const NamedTensors& tensors, const base::Metadata& metadata);
 
 /// Copies the file's tensors into `tensors`. Throws Error naming the first that is missing, unknown, or of another
-/// shape or dtype, and Failure naming the first that holds NaN or infinity.
+/// shape or dtype, or holds NaN or infinity.
 void load_tensors(const std::string& path, const base::SafetensorsFile& file, const NamedTensors& tensors);
 
-/// Throws Failure naming the first tensor that holds NaN or infinity; `where` names the file.
-void require_finite(const std::string& where, const NamedTensors& tensors);
+/// A message naming the first tensor that holds NaN or infinity, and `where`; nothing when all values are finite.
+std::optional<std::string> nonfinite_message(const std::string& where, const NamedTensors& tensors);
 
 /// `name` in the metadata of the model's file at `path`. Throws Error when it is no checkpoint of this program.
 std::string metadata_of(const std::string& path, const base::SafetensorsFile& file, const char* name);

@@ -116,8 +116,9 @@ void RunFolder::log(const nlohmann::json& line) const { base::append_text(file(k
 void RunFolder::save(const RunConfig& config, const TrainState& state, const NamedTensors& parameters,
                      const NamedTensors& optimizer) const {
   const std::string where = fmt::format("{}: not saved at step {}", path_, state.step);
-  require_finite(where, parameters);
-  require_finite(where, optimizer);
+  for (const auto* const tensors : {&parameters, &optimizer}) {
+    if (const auto message = nonfinite_message(where, *tensors)) throw base::Failure(*message);
+  }
   const std::string name = optimizer_name(state.step);
   const std::string checksum = save_tensors(file(name), optimizer, {{"format", "nsa-adamw"}});
   if (has_metrics()) base::flush_to_disk(file(kMetrics));

@@ -314,7 +314,7 @@ void PretrainedFolder::load(const NamedTensors& parameters) const {
     const auto host = at::empty(parameter.sizes(), *dtype);
     std::memcpy(host.mutable_data_ptr(), from->bytes.data(), from->bytes.size());
     parameter.copy_(host);
-    require_finite(where, {{from->name, parameter}});
+    if (const auto message = nonfinite_message(where, {{from->name, parameter}})) throw base::Error(*message);
     stored.erase(it);
   }
   if (!stored.empty()) {

@@ -31,8 +31,7 @@ class PretrainedFolder {
   const std::string& tokenizer() const { return tokenizer_; }
 
   /// Copies the weights, F32, BF16 or F16, into the parameters of a model of this configuration. Throws Error naming
-  /// the first tensor that is missing, unknown, or of another shape or dtype, and Failure naming the first that holds
-  /// NaN or infinity.
+  /// the first tensor that is missing, unknown, of another shape or dtype, or holds NaN or infinity.
   void load(const NamedTensors& parameters) const;
 
  private:
