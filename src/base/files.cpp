@@ -65,27 +65,67 @@ bool is_users_fault(int error) {
   return std::find(faults.begin(), faults.end(), error) != faults.end();
 }
 
-std::string read_text(const std::string& path) {
-  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (file.get() < 0) throw_errno(path, "cannot be read");
+Descriptor open_regular(const std::string& path, int flags, Links links) {
+  const int own = O_NONBLOCK | O_NOCTTY | O_CLOEXEC | (links == Links::kRefuse ? O_NOFOLLOW : 0);
+  const bool writes = (flags & O_ACCMODE) != O_RDONLY;
+  Descriptor file(::open(path.c_str(), flags | own, 0644));
+  struct stat info {};
+  if (file.get() < 0) {
+    const int error = errno;
+    const bool is_link = ::lstat(path.c_str(), &info) == 0 && S_ISLNK(info.st_mode);
+    if (links == Links::kRefuse && is_link) throw Error(fmt::format("{}: not a regular file, but a link", path));
+    if (error == ENXIO || error == EISDIR) throw Error(fmt::format("{}: not a regular file", path));
+    errno = error;
+    throw_errno(path, writes ? "cannot write" : "cannot be read");
+  }
+  if (::fstat(file.get(), &info) != 0) throw_errno(path, "cannot be read");
+  if (!S_ISREG(info.st_mode)) throw Error(fmt::format("{}: not a regular file", path));
+  if (writes && info.st_nlink > 1) {
+    throw Error(fmt::format("{}: has {} names (hard links): must have this one alone", path, info.st_nlink));
+  }
+  return file;
+}
+
+namespace {
+
+std::string read_at_most(int fd, const std::string& path, std::size_t most) {
   std::string text;
+  struct stat info {};
+  // A size that no memory can hold fails here, before the machine swaps.
+  if (::fstat(fd, &info) == 0 && S_ISREG(info.st_mode)) {
+    text.reserve(std::min(most, static_cast<std::size_t>(info.st_size)));
+  }
   std::array<char, 65536> buffer;
-  for (;;) {
-    const ssize_t size = ::read(file.get(), buffer.data(), buffer.size());
-    if (size == 0) return text;
+  while (text.size() < most) {
+    const ssize_t size = ::read(fd, buffer.data(), std::min(buffer.size(), most - text.size()));
+    if (size == 0) break;
     if (size < 0 && errno == EINTR) continue;
     if (size < 0) throw_errno(path, "cannot be read");
     text.append(buffer.data(), static_cast<std::size_t>(size));
   }
+  return text;
 }
 
-std::string read_regular_text(const std::string& path) {
-  std::error_code error;
-  const auto type = std::filesystem::status(path, error).type();
-  if (type != std::filesystem::file_type::regular && type != std::filesystem::file_type::not_found) {
-    throw Error(fmt::format("{}: not a regular file", path));
-  }
-  return read_text(path);
+std::string read_all(int fd, const std::string& path, std::size_t limit) {
+  auto text = read_at_most(fd, path, limit == kNoLimit ? limit : limit + 1);
+  if (text.size() > limit) throw Error(fmt::format("{}: too large: must be at most {} bytes", path, limit));
+  return text;
+}
+
+}  // namespace
+
+std::string read_text(const std::string& path, std::size_t limit) {
+  const Descriptor file(::open(path.c_str(), O_RDONLY | O_NOCTTY | O_CLOEXEC));
+  if (file.get() < 0) throw_errno(path, "cannot be read");
+  return read_all(file.get(), path, limit);
+}
+
+std::string read_regular_text(const std::string& path, Links links, std::size_t limit) {
+  return read_all(open_regular(path, O_RDONLY, links).get(), path, limit);
+}
+
+std::string read_prefix(const std::string& path, Links links, std::size_t size) {
+  return read_at_most(open_regular(path, O_RDONLY, links).get(), path, size);
 }
 
 void replace_file(const std::string& path, const std::vector<Bytes>& parts) {
@@ -101,7 +141,7 @@ void replace_file(const std::string& path, const std::vector<Bytes>& parts) {
     ::unlink(temporary.c_str());  // the disk may be full: leave nothing on it
     throw;
   }
-  flush_to_disk(folder_of(path).string());
+  flush_folder(folder_of(path).string());
 }
 
 void replace_file(const std::string& path, const std::string& text) { replace_file(path, {bytes_of(text)}); }
@@ -146,16 +186,25 @@ bool is_temporary(const std::string& name) {
 }
 
 void append_text(const std::string& path, const std::string& text) {
-  const Descriptor file(::open(path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644));
-  if (file.get() < 0) throw_errno(path, "cannot write");
+  const auto file = open_regular(path, O_WRONLY | O_APPEND | O_CREAT, Links::kRefuse);
   write_all(file.get(), bytes_of(text), path);
 }
 
-void flush_to_disk(const std::string& path) {
-  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (file.get() < 0 || (::fsync(file.get()) != 0 && errno != EINVAL)) {  // EINVAL: a file system without this
+namespace {
+
+void flush(int fd, const std::string& path) {
+  if (fd < 0 || (::fsync(fd) != 0 && errno != EINVAL)) {  // EINVAL: a file system without this
     throw_errno(path, "cannot be flushed to the disk");
   }
+}
+
+}  // namespace
+
+void flush_file(const std::string& path) { flush(open_regular(path, O_RDONLY, Links::kRefuse).get(), path); }
+
+void flush_folder(const std::string& path) {
+  const Descriptor folder(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  flush(folder.get(), path);
 }
 
 void remove_file(const std::string& path) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <utility>
@@ -32,10 +33,27 @@ bool is_users_fault(int error);
 /// Throws what errno says of `path`: Error where the user is at fault, Failure where the machine is.
 [[noreturn]] void throw_errno(const std::string& path, const char* what);
 
-/// Reads a file. Throws as throw_errno() does.
-std::string read_text(const std::string& path);
-/// The same of a file that the user did not name: a FIFO, which would block, a device or a folder is an Error.
-std::string read_regular_text(const std::string& path);
+/// Whether a path may end in a symbolic link. Files of a run folder may not: a link leads out of it.
+enum class Links { kFollow, kRefuse };
+
+/// Opens a regular file; makes one where `flags` have O_CREAT and none exists. A FIFO, which open() would wait for, a
+/// device, a folder or a refused link is an Error. So is, for writing, a file with further names (hard links). Else
+/// throws as throw_errno() does.
+Descriptor open_regular(const std::string& path, int flags, Links links);
+
+/// Most bytes of a JSON file or a tokenizer: the limit that safetensors sets to its header.
+inline constexpr std::size_t kMaxJsonBytes = 100'000'000;
+/// Most bytes of a text that is not training data: prompts and token numbers.
+inline constexpr std::size_t kMaxTextBytes = std::size_t{1} << 28;
+inline constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
+
+/// Reads a whole file that the user named, also a FIFO. Throws Error when it holds more than `limit` bytes, else as
+/// throw_errno() does.
+std::string read_text(const std::string& path, std::size_t limit);
+/// The same of a file opened by open_regular().
+std::string read_regular_text(const std::string& path, Links links, std::size_t limit = kMaxJsonBytes);
+/// The first `size` bytes of such a file, or fewer where it is shorter.
+std::string read_prefix(const std::string& path, Links links, std::size_t size);
 
 using Bytes = std::span<const std::byte>;
 
@@ -62,12 +80,14 @@ class OutputFile {
 /// Is `name` that of a file that replace_file() leaves when the process ends within it?
 bool is_temporary(const std::string& name);
 
-/// Adds to the end of a file, which is made where it is not. Throws as throw_errno() does.
+/// Appends to a file of a run folder, opened by open_regular() and made where none exists. Throws as throw_errno()
+/// does.
 void append_text(const std::string& path, const std::string& text);
 
-/// What was written to this file, or the names in this folder, are on the disk when it returns. Throws as throw_errno()
-/// does.
-void flush_to_disk(const std::string& path);
+/// When they return, the bytes of this file of a run folder, or the names in this folder, are on the disk. Throw as
+/// throw_errno() does.
+void flush_file(const std::string& path);
+void flush_folder(const std::string& path);
 
 /// Nothing there is fine. Throws as throw_errno() does.
 void remove_file(const std::string& path);

@@ -20,8 +20,8 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "safetensors files are little-endian");
 
-constexpr std::uint64_t kMaxHeader = 100'000'000;  // the format's own limit
-constexpr const char* kChecksum = "nsa-checksum";  // in the metadata; files of other programs have none
+constexpr std::uint64_t kMaxHeader = kMaxJsonBytes;  // the format's own limit
+constexpr const char* kChecksum = "nsa-checksum";    // in the metadata; files of other programs have none
 
 std::uint64_t bytes_of(const std::string& dtype) {
   static const std::map<std::string, std::uint64_t> sizes = {
@@ -31,11 +31,10 @@ std::uint64_t bytes_of(const std::string& dtype) {
   return it == sizes.end() ? 0 : it->second;
 }
 
-std::shared_ptr<const void> map_file(const std::string& path, std::uint64_t& size) {
-  const Descriptor file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));  // does not wait for a FIFO's writer
+std::shared_ptr<const void> map_file(const std::string& path, Links links, std::uint64_t& size) {
+  const auto file = open_regular(path, O_RDONLY, links);
   struct stat info {};
-  if (file.get() < 0 || ::fstat(file.get(), &info) != 0) throw_errno(path, "cannot be read");
-  if (!S_ISREG(info.st_mode)) throw Error(fmt::format("{}: not a regular file", path));
+  if (::fstat(file.get(), &info) != 0) throw_errno(path, "cannot be read");
   size = static_cast<std::uint64_t>(info.st_size);
   if (size < 8) throw Error(fmt::format("{}: truncated: {} bytes are no safetensors file", path, size));
   const void* const data = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.get(), 0);
@@ -91,10 +90,10 @@ std::string checksum_of(const std::vector<StoredTensor>& tensors, const Metadata
 
 }  // namespace
 
-SafetensorsFile SafetensorsFile::open(const std::string& path) {
+SafetensorsFile SafetensorsFile::open(const std::string& path, Links links) {
   SafetensorsFile file;
   std::uint64_t size = 0;
-  file.mapping_ = map_file(path, size);
+  file.mapping_ = map_file(path, links, size);
   const auto* const bytes = static_cast<const std::byte*>(file.mapping_.get());
   std::uint64_t header_size = 0;
   std::memcpy(&header_size, bytes, 8);

@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "base/files.h"
+
 namespace nsa::base {
 
 struct StoredTensor {
@@ -26,7 +28,7 @@ class SafetensorsFile {
  public:
   /// Throws Error, naming the file and what is wrong, unless the file is sound: header, names, dtypes, shapes and
   /// offsets, which must cover the data without gaps or overlaps, and the checksum where it has one.
-  static SafetensorsFile open(const std::string& path);
+  static SafetensorsFile open(const std::string& path, Links links);
 
   const Metadata& metadata() const { return metadata_; }
   const std::vector<StoredTensor>& tensors() const { return tensors_; }

@@ -43,7 +43,7 @@ Parts parts_of(const std::string& op, Selection selection) {
 }  // namespace
 
 Peers::Peers(const std::string& path, const Dims& dims, const std::string& gpu) try {
-  const auto json = base::parse_json(base::read_text(path), path);
+  const auto json = base::parse_json(base::read_text(path, base::kMaxJsonBytes), path);
   const auto& settings = json.at("settings");
   const auto same = [&](const char* field, const auto& here) {
     if (settings.at(field) == here) return;

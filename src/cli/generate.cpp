@@ -56,11 +56,12 @@ std::vector<Prompt> prompts_of(const GenerateArguments& arguments, const lm::Tok
   }
   std::vector<std::string> texts;
   if (!arguments.prompts.empty()) {
-    std::istringstream lines(base::read_text(arguments.prompts));
+    std::istringstream lines(base::read_text(arguments.prompts, base::kMaxTextBytes));
     for (std::string line; std::getline(lines, line);) texts.push_back(line);
     if (texts.empty()) throw base::Error(fmt::format("{}: is empty; expected one prompt per line", arguments.prompts));
   } else {
-    texts.push_back(arguments.prompt_file.empty() ? arguments.prompt : base::read_text(arguments.prompt_file));
+    texts.push_back(arguments.prompt_file.empty() ? arguments.prompt
+                                                  : base::read_text(arguments.prompt_file, base::kMaxTextBytes));
   }
   for (const auto& text : texts) {
     prompts.push_back({text, {tokenizer->start_of_document()}});

@@ -39,7 +39,7 @@ bool is_always_float32(const std::string& name) {
 }  // namespace
 
 DumpedCall read_dump(const std::string& path) {
-  const auto file = base::SafetensorsFile::open(path);
+  const auto file = base::SafetensorsFile::open(path, base::Links::kFollow);
   DumpedCall dump;
   dump.path = path;
   dump.scalars = file.metadata();

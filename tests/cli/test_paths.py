@@ -48,6 +48,63 @@ def replace(path, kind):
     return outside
 
 
+OWN = ["config.json", "model.safetensors", "metrics.jsonl", "optimizer-24.safetensors", ".nsa-lock"]
+KINDS = ["dangling", "link", "fifo", "folder", "device"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OWN)
+def test_resume_opens_regular_files_of_the_run_folder_alone(run, name, kind):
+    outside = replace(run / name, kind)
+    before = outside.read_bytes() if kind == "link" else None
+    message = one_refusal("train", "--out", run, "--resume")
+    assert f"{name}: not a regular file" in message, message
+    assert (outside.read_bytes() if outside.exists() else None) == before
+    assert name == ".nsa-lock" or not (run / ".nsa-lock").exists()
+
+
+@pytest.mark.parametrize("kind", ["dangling", "fifo"])
+@pytest.mark.parametrize("name", OWN[1:3])
+def test_overwrite_leaves_what_is_no_regular_file(run, corpus, name, kind):
+    outside = replace(run / name, kind)
+    options = ["--data", corpus, *TINY, "--steps", 1]
+    assert f"{name}: not a regular file" in one_refusal("train", "--out", run, "--overwrite", *options)
+    assert os.path.lexists(run / name) and not outside.exists()
+
+
+@pytest.mark.parametrize("kind", ["dangling", "link", "fifo", "device"])
+@pytest.mark.parametrize("name", OWN[:2])
+def test_commands_that_read_a_run_follow_no_link_in_it(run, name, kind):
+    replace(run / name, kind)
+    assert f"{name}: not a regular file" in one_refusal("generate", run, "--tokens", 1)
+
+
+def test_metrics_with_a_second_name_are_not_written_through_it(run):
+    os.link(run / "metrics.jsonl", run.parent / "backup.jsonl")
+    before = (run / "metrics.jsonl").read_text()
+    nsa("train", "--out", run, "--resume")
+    assert (run.parent / "backup.jsonl").read_text() == before
+    os.link(run.parent / "backup.jsonl", run / ".nsa-lock")
+    assert ".nsa-lock: has 2 names" in one_refusal("train", "--out", run, "--resume")
+    assert (run.parent / "backup.jsonl").read_text() == before
+
+
+def test_a_run_folder_may_be_named_by_a_link(run, tmp_path):
+    (tmp_path / "link").symlink_to(run)
+    nsa("train", "--out", tmp_path / "link", "--resume")
+    nsa("generate", tmp_path / "link", "--tokens", 1)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "dangling"])
+def test_the_run_folder_is_a_folder(tmp_path, corpus, kind):
+    run = tmp_path / "in" / "run"
+    run.parent.mkdir()
+    outside = replace(run, kind)
+    for options in ([], ["--overwrite"]):
+        assert str(run) in one_refusal("train", "--out", run, "--data", corpus, "--steps", 1, *options)
+    assert not outside.exists()
+
+
 MODULES = ["sysconfig", "sys", "encodings", "site", "sitecustomize", "usercustomize", "os"]
 
 
@@ -113,6 +170,47 @@ def test_empty_arguments_are_refused_by_name():
 @pytest.mark.parametrize("command", ["generate", "eval", "needle", "inspect", "debug compare"])
 def test_an_empty_checkpoint_is_refused_by_name(command):
     assert re.search(r"(checkpoint|dump): must not be empty", one_refusal(*command.split(), ""))
+
+
+ENDLESS = [
+    ("generate", "--prompt-file", "too large"),
+    ("generate", "--prompts", "too large"),
+    ("generate", "--ids", "too large"),
+    ("bench", "--peers", "too large"),
+    ("train", "--tokenizer", "not a regular file"),
+    ("train", "--data", "must be a regular file or a folder"),
+    ("train", "--init", "/dev/zero"),
+]
+
+
+@pytest.mark.parametrize(("command", "option", "expected"), ENDLESS)
+def test_a_device_without_end_is_refused(trained, corpus, tmp_path, command, option, expected):
+    where = {"generate": [trained["nsa"]], "bench": ["--lengths", 64, "--threads", 1]}.get(command, [])
+    if command == "train":
+        where = ["--out", tmp_path / "run", "--steps", 1]
+        where += [] if option == "--data" else ["--data", corpus]
+        where += [] if option == "--init" else TINY
+    message = one_refusal(command, *where, option, "/dev/zero")
+    assert expected in message and "/dev/zero" in message, message
+
+
+def test_a_prompt_comes_through_a_fifo(trained, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with subprocess.Popen(["sh", "-c", f"printf def > {tmp_path}/fifo"]):
+        done = nsa("generate", trained["nsa"], "--prompt-file", tmp_path / "fifo", "--tokens", 1)
+    assert done.stdout.startswith(b"def")
+
+
+def test_binary_files_are_passed_over_whatever_their_size(tmp_path, corpus):
+    """A sparse file of 16 TiB begins with zeros, and no memory could hold it."""
+    shutil.copytree(corpus, tmp_path / "data")
+    with open(tmp_path / "data" / "sparse.py", "wb") as file:
+        os.truncate(file.name, 2**44 - 2**20)
+    nsa("train", "--out", tmp_path / "run", "--data", tmp_path / "data", *TINY, "--steps", 1)
+    (tmp_path / "run" / "config.json").unlink()
+    with open(tmp_path / "run" / "config.json", "wb") as file:
+        os.truncate(file.name, 2**40)
+    assert "config.json: too large" in one_refusal("generate", tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2J\x07\x00b", "n" * 100_000, "\u009b2J\u202ex"])

@@ -57,7 +57,7 @@ Corpus load_held_out(const DataConfig& config, const Tokenizer& tokenizer) { ret
 
 std::vector<Document> load_ids(const std::string& path, int vocab_size) {
   std::vector<Document> documents;
-  std::istringstream lines(base::read_text(path));
+  std::istringstream lines(base::read_text(path, base::kMaxTextBytes));
   std::string line;
   for (int number = 1; std::getline(lines, line); ++number) {
     Document document{fmt::format("{}:{}", path, number), {}};

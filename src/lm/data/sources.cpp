@@ -23,6 +23,7 @@ namespace fs = std::filesystem;
 
 struct FoundFile {
   fs::path path;
+  base::Links links;  // followed in what the user named, not in what a folder holds
   std::string group;  // files that may be concatenated into one document share it
   std::string name;
 };
@@ -88,7 +89,8 @@ void find_files(const fs::path& root, const std::vector<std::string>& extensions
     if (!extensions.empty() && std::find(extensions.begin(), extensions.end(), extension) == extensions.end()) continue;
     const fs::path relative = it->path().lexically_relative(root);
     const bool in_folder = std::distance(relative.begin(), relative.end()) > 1;
-    found.push_back({it->path(), (root / (in_folder ? *relative.begin() : fs::path("."))).string(), relative.string()});
+    found.push_back({it->path(), base::Links::kRefuse,
+                     (root / (in_folder ? *relative.begin() : fs::path("."))).string(), relative.string()});
   }
   if (error) {
     errno = error.value();
@@ -98,7 +100,10 @@ void find_files(const fs::path& root, const std::vector<std::string>& extensions
             [](const auto& a, const auto& b) { return std::tie(a.group, a.name) < std::tie(b.group, b.name); });
 }
 
-bool is_binary(const std::string& text) { return text.substr(0, 4096).find('\0') != std::string::npos; }
+/// Also of a file that no memory could hold: the beginning decides.
+bool is_binary(const FoundFile& file) {
+  return base::read_prefix(file.path.string(), file.links, 4096).find('\0') != std::string::npos;
+}
 
 }  // namespace
 
@@ -115,16 +120,20 @@ std::vector<Text> read_texts(const DataConfig& config) {
     if (type == fs::file_type::directory) {
       find_files(fs::path(path).lexically_normal(), extensions, files);
     } else if (type == fs::file_type::regular) {
-      files.push_back({path, path, fs::path(path).filename().string()});
+      files.push_back({path, base::Links::kFollow, path, fs::path(path).filename().string()});
     } else {
-      throw base::Error(fmt::format("data {}: no such file or folder", path));
+      throw base::Error(fmt::format("data {}: {}", path,
+                                    type == fs::file_type::not_found || type == fs::file_type::none
+                                        ? "no such file or folder"
+                                        : "must be a regular file or a folder"));
     }
   }
   std::vector<Text> texts;
   std::string open_group;  // of the last text, while more may be appended to it
   for (const auto& file : files) {
-    std::string text = base::read_text(file.path.string());
-    if (text.empty() || is_binary(text)) continue;
+    if (is_binary(file)) continue;
+    std::string text = base::read_regular_text(file.path.string(), file.links, base::kNoLimit);
+    if (text.empty()) continue;
     if (concat && file.group == open_group &&
         texts.back().text.size() < static_cast<std::size_t>(config.document_bytes)) {
       texts.back().text += "\n# " + file.name + "\n" + text;

@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include "base/error.h"
+#include "base/files.h"
 
 #ifdef NSA_HAVE_SENTENCEPIECE
 #include <sentencepiece_processor.h>
@@ -32,7 +33,7 @@ class ByteTokenizer : public Tokenizer {
 class SentencePieceTokenizer : public Tokenizer {
  public:
   SentencePieceTokenizer(const std::string& path, bool own_end) : own_end_(own_end) {
-    const auto status = processor_.Load(path);
+    const auto status = processor_.LoadFromSerializedProto(read(path));  // Load() would read a device without end
     if (!status.ok()) throw base::Error(fmt::format("tokenizer {}: {}", path, status.ToString()));
     if (!own_end && processor_.eos_id() < 0) {
       throw base::Error(fmt::format("tokenizer {}: has no token for the end of a text (eos)", path));
@@ -64,6 +65,14 @@ class SentencePieceTokenizer : public Tokenizer {
   bool is_byte_level() const override { return false; }
 
  private:
+  static std::string read(const std::string& path) {
+    try {
+      return base::read_regular_text(path, base::Links::kFollow);
+    } catch (const base::Error& error) {
+      throw base::Error(fmt::format("tokenizer {}", error.what()));
+    }
+  }
+
   sentencepiece::SentencePieceProcessor processor_;
   bool own_end_;
 };

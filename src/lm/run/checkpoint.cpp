@@ -122,7 +122,7 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
   std::error_code error;
   const bool is_folder = fs::is_directory(path, error);
   const fs::path file_path = is_folder ? fs::path(path) / "model.safetensors" : fs::path(path);
-  const auto file = base::SafetensorsFile::open(file_path.string());
+  const auto file = base::SafetensorsFile::open(file_path.string(), base::Links::kRefuse);
   const auto trained = trained_config(file_path.string(), file);
   const std::string config_path = (file_path.parent_path() / "config.json").string();
   const auto config = read_run_config(config_path);

@@ -238,7 +238,9 @@ bool is_interval(const std::string& field) {
   return field == "log_every" || field == "eval_every" || field == "save_every";
 }
 
-RunConfig read_run_config(const std::string& path) { return parse_run_config(base::read_regular_text(path), path); }
+RunConfig read_run_config(const std::string& path) {
+  return parse_run_config(base::read_regular_text(path, base::Links::kRefuse), path);
+}
 
 std::string text_of(const RunConfig& config) {
   try {

@@ -30,16 +30,16 @@ bool is_optimizer(const std::string& name) {
 }
 
 /// Removes the lines of later steps and of the end from a run's metrics, so that they continue from the checkpoint.
+/// Writes a new file in any case: the old one may have hard links, through which another folder's would change.
 void cut_metrics(const std::string& path, std::int64_t step) {
-  const std::string all = base::read_text(path);
-  std::istringstream lines(all);
+  std::istringstream lines(base::read_regular_text(path, base::Links::kRefuse, base::kNoLimit));
   std::string kept;
   for (std::string text; std::getline(lines, text);) {
     const auto line = base::parse_json_or_null(text);
     if (!line.is_object() || !line.contains("step") || !line["step"].is_number_integer()) continue;
     if (line["step"] <= step && (!line.contains("kind") || line["kind"] != "end")) kept += text + "\n";
   }
-  if (kept != all) base::replace_file(path, kept);
+  base::replace_file(path, kept);
 }
 
 }  // namespace
@@ -52,7 +52,9 @@ RunFolder RunFolder::for_new_run(const std::string& path, bool overwrite) {
 
 RunFolder RunFolder::of_run(const std::string& path) {
   read_run_config((fs::path(path) / kConfig).string());  // nothing is locked or made where there is no run
-  return RunFolder(path);
+  RunFolder folder(path);
+  folder.refuse_irregular();
+  return folder;
 }
 
 std::string RunFolder::file(const std::string& name) const { return (fs::path(path_) / name).string(); }
@@ -75,21 +77,25 @@ bool RunFolder::is_regular(const std::string& name) const {
   return fs::symlink_status(file(name), error).type() == fs::file_type::regular;
 }
 
-bool RunFolder::has_metrics() const {  // or a link to them
+void RunFolder::refuse_irregular() const {
   std::error_code error;
-  return fs::is_regular_file(file(kMetrics), error);
+  for (const auto* const name : {kConfig, kModel, kMetrics}) {
+    const auto type = fs::symlink_status(file(name), error).type();
+    if (type == fs::file_type::regular || type == fs::file_type::not_found) continue;
+    throw base::Error(
+        fmt::format("{}: not a regular file{}", file(name), type == fs::file_type::symlink ? ", but a link" : ""));
+  }
 }
 
 void RunFolder::refuse_foreign(bool overwrite) const {
-  if (is_regular(kConfig) && is_run_config(base::read_text(file(kConfig)))) {
+  if (is_regular(kConfig) && is_run_config(base::read_regular_text(file(kConfig), base::Links::kRefuse))) {
     if (!overwrite) {
       throw base::Error(
           fmt::format("{}: holds a run already; --resume continues it, --overwrite deletes it first", path_));
     }
-    for (const auto& name : names()) {
-      if (name == kModel) metadata_of(file(kModel), base::SafetensorsFile::open(file(kModel)), "step");
-      if (name == kMetrics && !is_regular(name))
-        throw base::Error(fmt::format("{}: not a regular file", file(kMetrics)));
+    refuse_irregular();
+    if (is_regular(kModel)) {
+      metadata_of(file(kModel), base::SafetensorsFile::open(file(kModel), base::Links::kRefuse), "step");
     }
     return;
   }
@@ -121,7 +127,7 @@ void RunFolder::save(const RunConfig& config, const TrainState& state, const Nam
   }
   const std::string name = optimizer_name(state.step);
   const std::string checksum = save_tensors(file(name), optimizer, {{"format", "nsa-adamw"}});
-  if (has_metrics()) base::flush_to_disk(file(kMetrics));
+  if (is_regular(kMetrics)) base::flush_file(file(kMetrics));
   save_tensors(file(kModel), parameters,
                {{"format", kModelFormat},
                 {"step", std::to_string(state.step)},
@@ -153,7 +159,7 @@ std::optional<TrainState> RunFolder::load(const RunConfig& config, const NamedTe
     }
     return {};
   }
-  const auto checkpoint = base::SafetensorsFile::open(path);
+  const auto checkpoint = base::SafetensorsFile::open(path, base::Links::kRefuse);
   const nlohmann::json now = config;
   nlohmann::json trained = trained_config(path, checkpoint);
   for (const auto& [name, value] : now["train"].items()) {
@@ -167,13 +173,13 @@ std::optional<TrainState> RunFolder::load(const RunConfig& config, const NamedTe
     throw base::Error(fmt::format("{}: metadata 'optimizer' must be {}", path, optimizer_name(state.step)));
   }
   load_tensors(path, checkpoint, parameters);
-  const auto moments = base::SafetensorsFile::open(file(name));
+  const auto moments = base::SafetensorsFile::open(file(name), base::Links::kRefuse);
   const auto saved_with = checkpoint.metadata().find("optimizer_checksum");  // not there in older checkpoints
   if (saved_with != checkpoint.metadata().end() && saved_with->second != moments.checksum()) {
     throw base::Error(fmt::format("{}: not what {} was saved with", file(name), path));
   }
   load_tensors(file(name), moments, optimizer);
-  if (has_metrics()) cut_metrics(file(kMetrics), state.step);
+  if (is_regular(kMetrics)) cut_metrics(file(kMetrics), state.step);
   remove_leftovers(name);
   return state;
 }

@@ -15,7 +15,7 @@ namespace nsa::lm {
 
 /// While it lives no other process trains in the folder. Of what lies there it replaces and removes only config.json,
 /// metrics.jsonl and model.safetensors of a run, regular files of the names optimizer-STEP.safetensors, and its own
-/// temporary files. What fails on the disk is thrown as by throw_errno().
+/// temporary files. It follows no link in the folder. What fails on the disk is thrown as by throw_errno().
 class RunFolder {
  public:
   /// The folder of a new run; created if missing. Throws Error when it holds a run, unless `overwrite`, or when
@@ -55,7 +55,7 @@ class RunFolder {
   std::string file(const std::string& name) const;
   std::vector<std::string> names() const;
   bool is_regular(const std::string& name) const;
-  bool has_metrics() const;
+  void refuse_irregular() const;
   void refuse_foreign(bool overwrite) const;
   void remove_leftovers(const std::string& name_of_optimizer) const;
 

@@ -30,7 +30,7 @@ std::string self() {
 
 /// What the holder wrote; nothing yet if it has just begun.
 std::string holder(const std::string& path) {
-  const std::string text = base::read_text(path);
+  const std::string text = base::read_prefix(path, base::Links::kRefuse, 1000);
   const bool sound = std::all_of(text.begin(), text.end(), [](char c) { return c >= ' ' && c <= '~'; });
   return sound && !text.empty() ? text : "a process that has just begun";
 }
@@ -51,11 +51,10 @@ FolderLock::FolderLock(const std::string& folder) : folder_(folder) {
     errno = error.value();
     base::throw_errno(folder, "cannot be made");
   }
-  if (made_) base::flush_to_disk((fs::path(folder) / "..").string());
+  if (made_) base::flush_folder((fs::path(folder) / "..").string());
   const std::string path = (fs::path(folder) / kLockName).string();
   for (;;) {
-    base::Descriptor file(::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0644));
-    if (file.get() < 0) base::throw_errno(path, "cannot be locked");
+    auto file = base::open_regular(path, O_RDWR | O_CREAT, base::Links::kRefuse);
     if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) {
       if (errno != EWOULDBLOCK) base::throw_errno(path, "cannot be locked");
       throw base::Error(fmt::format("{}: is being trained in by {}", folder, holder(path)));

@@ -44,7 +44,7 @@ bool is_there(const std::string& path) {
 }
 
 json read_object(const std::string& path) {
-  auto object = base::parse_json(base::read_regular_text(path), path);
+  auto object = base::parse_json(base::read_regular_text(path, base::Links::kFollow), path);
   if (!object.is_object()) throw base::Error(fmt::format("{}: must be a JSON object", path));
   return object;
 }
@@ -249,7 +249,7 @@ bool is_pretrained(const std::string& path) {
   std::error_code error;
   const auto file = in_folder(path, "config.json");
   if (!fs::is_regular_file(file, error)) return false;
-  const auto object = base::parse_json_or_null(base::read_text(file));
+  const auto object = base::parse_json_or_null(base::read_regular_text(file, base::Links::kFollow));
   return object.is_object() && !object.contains("format") &&
          (object.contains("architectures") || object.contains("model_type"));
 }
@@ -271,7 +271,7 @@ PretrainedFolder::PretrainedFolder(const std::string& path) : path_(path) {
   std::int64_t stored = 0;
   for (const auto& name : weight_files(path, places)) {
     const auto where = in_folder(path, name);
-    files_.emplace_back(where, base::SafetensorsFile::open(where));
+    files_.emplace_back(where, base::SafetensorsFile::open(where, base::Links::kFollow));
     for (const auto& tensor : files_.back().second.tensors()) {
       if (!held.emplace(tensor.name, where).second) {
         throw base::Error(fmt::format("{}: tensor '{}' is in {}, too", where, tensor.name, held[tensor.name]));
