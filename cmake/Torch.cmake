@@ -14,8 +14,9 @@ if(NOT NSA_PYTHON)
     find_program(NSA_PYTHON python3 REQUIRED)
   endif()
 endif()
-execute_process(
+execute_process(  # in a folder of this tree: Python imports from the folder that it starts in
   COMMAND ${NSA_PYTHON} -c "import importlib.util as u, os; print(os.path.dirname(u.find_spec('torch').origin))"
+  WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
   OUTPUT_VARIABLE NSA_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE _failed ERROR_QUIET)
 if(_failed)
   message(FATAL_ERROR "no torch for ${NSA_PYTHON}: `make build` installs one into .venv, or set -DNSA_PYTHON=")
