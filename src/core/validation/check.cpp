@@ -83,8 +83,11 @@ void Checker::check_tensor(const std::string& name, const TensorView& view, Acce
 /// From the smallest stride to the largest, each dimension must step over all of those before it.
 void Checker::check_output(const std::string& name, const TensorView& view) {
   std::array<std::size_t, TensorView::kMaxRank> order{0, 1, 2, 3};
+  const auto rank = static_cast<std::size_t>(view.rank);
   const auto end = order.begin() + view.rank;
-  std::sort(order.begin(), end, [&](std::size_t a, std::size_t b) { return view.stride[a] < view.stride[b]; });
+  // All of the array, those beyond the rank last: GCC 12 warns of a sort whose end it does not know.
+  std::sort(order.begin(), order.end(),
+            [&](std::size_t a, std::size_t b) { return a < rank && (b >= rank || view.stride[a] < view.stride[b]); });
   std::int64_t last = 0;  // the highest offset of an element in the dimensions so far
   for (auto i = order.begin(); i != end && ok(); ++i) {
     const std::int64_t stride = view.stride[*i], steps = view.shape[*i] - 1;

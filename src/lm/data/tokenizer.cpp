@@ -53,7 +53,7 @@ class SentencePieceTokenizer : public Tokenizer {
     constexpr std::string_view kSpace = "\xe2\x96\x81";  // how SentencePiece writes a space
     std::string span = processor_.IdToPiece(token);
     for (std::size_t at = 0; (at = span.find(kSpace, at)) != std::string::npos; ++at) {
-      span.replace(at, kSpace.size(), " ");
+      span.replace(at, kSpace.size(), 1, ' ');
     }
     return span;
   }
