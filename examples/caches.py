@@ -38,7 +38,7 @@ def main() -> None:
         cache.reserve([old + new for old, new in zip(cache.cache_seqlens.tolist(), counts, strict=True)])
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         o = layer(padded, cache=cache, num_new=torch.tensor(counts, dtype=torch.int32))
-        cache.check()  # raises if a row found no room
+        cache.check()  # raises if a row exceeded its capacity
         return o
 
     # Prefill: a prompt of 250 tokens in two chunks, in row 0; row 1 stays idle.

@@ -39,8 +39,9 @@ class KVCache:
     kernel_size + 32 raw tokens of compression lie in rings. Without `page_size` the cache is contiguous: one page per
     sequence, its own from the start.
 
-    A step reads and advances `cache_seqlens` (int32 (B)) on the device, without waiting for it. Its room must have been
-    reserved: a sequence without room writes nothing, keeps its length, gets o = 0 and sets a flag that `check` reads.
+    A step reads and advances `cache_seqlens` (int32 (B)) on the device, without waiting for it. Its capacity must
+    have been reserved: a sequence without it writes nothing, keeps its length, gets o = 0 and sets a flag that `check`
+    reads.
 
     Args:
         batch_size: B, rows of the cache; a row may stay idle.
@@ -205,9 +206,9 @@ class KVCache:
         cache._pages, cache._prefix_rings, cache._longest_of_prefix = PageAllocator(cfg, pools[0], pools[1]), [], []
         cache._longest = cache.cache_seqlens.tolist()
         for b, length in enumerate(cache._longest):
-            room = min(max_length, len(pools[0].held[b]) * pools[0].page_size)
-            if not 0 <= length <= room:
-                raise ValueError(f"cache_seqlens[{b}] = {length}: must be 0 ... {room}, what its pages hold")
+            capacity = min(max_length, len(pools[0].held[b]) * pools[0].page_size)
+            if not 0 <= length <= capacity:
+                raise ValueError(f"cache_seqlens[{b}] = {length}: must be 0 ... {capacity}, what its pages hold")
         for i, (name, pages) in enumerate(zip(NAMES[10:], pools, strict=True)):
             full = [cache._pages.sizes(length)[i] // pages.page_size for length in cache._longest]
             check_sharing(name, pages.held, full)
@@ -229,7 +230,7 @@ class KVCache:
         return tuple(getattr(self, name) for name in NAMES)
 
     def reserve(self, upper_bound: int | Sequence[int]) -> None:
-        """Makes room for sequences of up to `upper_bound` tokens in all (one number, or one per sequence).
+        """Reserves capacity for sequences of up to `upper_bound` tokens in all (one number, or one per sequence).
 
         Raises:
             ValueError: a bound is negative or above max_length, or their number is not B.
@@ -253,10 +254,12 @@ class KVCache:
         self._write_tables()
 
     def check(self) -> None:
-        """Waits for the device. Raises RuntimeError if a step since the last check found no room for a sequence."""
+        """Waits for the device. Raises RuntimeError if a step since the last check exceeded a capacity."""
         if int(self.overflow.item()):
             self.overflow.zero_()
-            what = "found no room for a sequence, or for a first chunk one that was not empty, and dropped its tokens"
+            what = (
+                "exceeded the capacity of a sequence, or gave a first chunk to one with tokens, and dropped its tokens"
+            )
             raise RuntimeError(f"KVCache: a step {what}: reserve more")
 
     @checked
@@ -338,7 +341,7 @@ class KVCache:
         self._release([sequence])
 
     def reset(self) -> None:
-        """Empties every row, as `release` does, and forgets that a step found no room."""
+        """Empties every row, as `release` does, and forgets that a step exceeded a capacity."""
         self.cache_seqlens.zero_()
         self._release(range(self.batch_size))
         self.overflow.zero_()

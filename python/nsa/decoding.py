@@ -213,7 +213,7 @@ def _step(
     if rope is not None and q.dim() == 4:  # else the operator refuses q
         check_positions(rope, cache.max_positions, "the cache's max_length rounded up to pages")
         rows = cache.cache_seqlens[:, None] + torch.arange(q.shape[1], device=cache.cache_seqlens.device)
-        at = rows.clamp(max=cache.max_positions - 1)  # idle rows and those without room
+        at = rows.clamp(max=cache.max_positions - 1)  # idle rows and those beyond their capacity
     with torch.no_grad():
         rotated = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
         o, selected = step(

@@ -159,14 +159,14 @@ class Step:
         max_length: an upper bound of seq_lens.
         slot_mapping: int64 (tokens), where each new token lies in the pool of pages, page * page_size + offset. Follows
             from block_table and is only compared with it.
-        page_size: tokens in a page; only for slot_mapping and for the check that there is room.
+        page_size: tokens in a page; only for slot_mapping and for the check of the capacity.
         seq_lens_cpu_upper_bound: (num_reqs) on the host, at least seq_lens; default seq_lens, if they are on the host.
             A chunk that has as many tokens begins its prompt and runs as `nsa.prefill(first_chunk=True)`, on a GPU
             several times as fast.
 
     Lengths and tables are copied: the caller may rewrite its tensors before `attend`. Values in host memory are
-    checked, values on a GPU with NSA_VALIDATE=1 only; without, a request without room writes nothing, gets o = 0 and
-    sets the flag that `check` reads.
+    checked, values on a GPU with NSA_VALIDATE=1 only; without, a request beyond its capacity writes nothing, gets o = 0
+    and sets the flag that `check` reads.
 
     Raises:
         ValueError: an argument is not allowed.
@@ -232,7 +232,7 @@ class Step:
                 raise ValueError(f"seq_lens_cpu_upper_bound: {bounds}: must be at least {least}, {what}")
         device = seq_lens.device
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
-        """int32 (1); not 0 when a request found no room."""
+        """int32 (1); not 0 when a request exceeded its capacity."""
 
         def upload(numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
             host = torch.tensor(numbers, dtype=dtype, device="cpu")
@@ -360,9 +360,9 @@ class Step:
         return self._last_pages[name]
 
     def check(self) -> None:
-        """Waits for the device. Raises RuntimeError if a request found no room in a layer of this step."""
+        """Waits for the device. Raises RuntimeError if a request exceeded its capacity in a layer of this step."""
         if int(self.overflow.item()):
-            raise RuntimeError("Step: a request found no room and its tokens were dropped: it needs more pages")
+            raise RuntimeError("Step: a request exceeded its capacity and its tokens were dropped: it needs more pages")
 
 
 _PAGED_NAMES = (
