@@ -134,7 +134,7 @@ void add_recall(CLI::App& app) {
       "recall", "Train small models on associative recall beyond the window: NSA, full and window attention.");
   command->add_option("--seed", state->options.seed, "Seed of weights and data");
   command
-      ->add_option("--steps", state->options.most_steps,
+      ->add_option("--steps", state->options.max_steps,
                    "Maximum number of optimizer steps; training ends earlier once the task is learned")
       ->check(CLI::Range(1, 1000000));
   command->add_option("--tokens-per-step", state->options.tokens_per_step, "Tokens per optimizer step")

@@ -59,7 +59,7 @@ struct RecallOptions {
       recall_model(at::kCPU);  // of NSA; the others have attention `full` and `window` and are the same otherwise
   std::uint64_t seed = 1;
   std::int64_t tokens_per_step = 1024;
-  std::int64_t most_steps = 1500;
+  std::int64_t max_steps = 1500;
   std::int64_t steps_after_success = 100;  // success: 97 % accuracy at the full length
   double lr = 5e-3;
   double selector_loss = 0;  // weight of the selector loss of NSA
