@@ -74,6 +74,13 @@ class Pool:
 
 def check_sharing(name: str, rows: Sequence[Sequence[int]], full: Sequence[int]) -> None:
     """Raises ValueError for a page that a row has twice, or several rows have beyond their first `full` ones."""
+    own = [page for pages, count in zip(rows, full, strict=True) for page in pages[count:]]
+    written = set(own)
+    if len(written) == len(own) and all(
+        len(set(pages)) == len(pages) and written.isdisjoint(pages[:count])
+        for pages, count in zip(rows, full, strict=True)
+    ):
+        return  # quick: a step of an engine has tens of thousands of pages
     found: dict[int, tuple[int, int]] = {}
     for b, pages in enumerate(rows):
         for p, page in enumerate(pages):

@@ -434,7 +434,8 @@ if __name__ == "__main__":
         sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may hold any byte
     code = main()
     try:
-        sys.stdout.flush()
+        if sys.stdout:  # None where it is closed
+            sys.stdout.flush()
     except OSError:  # said by main(): not once more by the interpreter
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)

@@ -306,7 +306,9 @@ class Step:
             ValueError: an argument is not allowed; no memory was changed then.
         """
         _check_layer(layer)
-        check_usable("layer", layer)
+        several = (self._decodes is not None) + len(self._chunks) > 1  # one operator alone checks before it writes
+        if several:
+            check_usable("layer", layer)
         k_scale, v_scale = _scales_of(layer, k_scale, v_scale)
         for name, ring in zip(LayerCache._fields[4:], layer[4:], strict=True):
             if ring.shape[0] < self.num_slots:
@@ -321,7 +323,8 @@ class Step:
                 raise ValueError(f"{name}: {tuple(tensor.shape)}: must be ({self.num_tokens}, heads, ...)")
             if tensor.shape[2] > 1 and tensor.stride(2) != 1:
                 raise ValueError(f"{name}: the last dimension has stride {tensor.stride(2)}, expected 1")
-            check_usable(name, tensor)
+            if several:
+                check_usable(name, tensor)
             if tensor.data_ptr() % tensor.element_size():
                 raise ValueError(f"{name}: begins at an address that is no multiple of {tensor.element_size()}")
         for name, pool in (("block_table", layer.k_slc), ("block_table_c", layer.k_c)):

@@ -65,7 +65,7 @@ bool is_users_fault(int error) {
   return std::find(faults.begin(), faults.end(), error) != faults.end();
 }
 
-Descriptor open_regular(const std::string& path, int flags, Links links) {
+Descriptor open_regular(const std::string& path, int flags, Links links, Names names) {
   const int own = O_NONBLOCK | O_NOCTTY | O_CLOEXEC | (links == Links::kRefuse ? O_NOFOLLOW : 0);
   const bool writes = (flags & O_ACCMODE) != O_RDONLY;
   Descriptor file(::open(path.c_str(), flags | own, 0644));
@@ -80,7 +80,7 @@ Descriptor open_regular(const std::string& path, int flags, Links links) {
   }
   if (::fstat(file.get(), &info) != 0) throw_errno(path, "cannot be read");
   if (!S_ISREG(info.st_mode)) throw Error(fmt::format("{}: not a regular file", path));
-  if (writes && info.st_nlink > 1) {
+  if (writes && names == Names::kOne && info.st_nlink > 1) {
     throw Error(fmt::format("{}: has {} names (hard links): must have this one alone", path, info.st_nlink));
   }
   return file;
@@ -185,8 +185,8 @@ bool is_temporary(const std::string& name) {
          std::all_of(inner.begin() + static_cast<std::ptrdiff_t>(dot) + 1, inner.end(), is_digit);
 }
 
-void append_text(const std::string& path, const std::string& text) {
-  const auto file = open_regular(path, O_WRONLY | O_APPEND | O_CREAT, Links::kRefuse);
+void append_text(const std::string& path, const std::string& text, Names names) {
+  const auto file = open_regular(path, O_WRONLY | O_APPEND | O_CREAT, Links::kRefuse, names);
   write_all(file.get(), bytes_of(text), path);
 }
 

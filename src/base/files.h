@@ -36,10 +36,13 @@ bool is_users_fault(int error);
 /// Whether a path may end in a symbolic link. Files of a run folder may not: a link leads out of it.
 enum class Links { kFollow, kRefuse };
 
+/// How many names (hard links) a file that is written to may have. With several, another folder's file would change.
+enum class Names { kOne, kAny };
+
 /// Opens a regular file; makes one where `flags` have O_CREAT and none exists. A FIFO, which open() would wait for, a
-/// device, a folder or a refused link is an Error. So is, for writing, a file with further names (hard links). Else
-/// throws as throw_errno() does.
-Descriptor open_regular(const std::string& path, int flags, Links links);
+/// device, a folder or a refused link is an Error. So is, for writing, a file with more than these names. Else throws
+/// as throw_errno() does.
+Descriptor open_regular(const std::string& path, int flags, Links links, Names names = Names::kOne);
 
 /// Most bytes of a JSON file or a tokenizer: the limit that safetensors sets to its header.
 inline constexpr std::size_t kMaxJsonBytes = 100'000'000;
@@ -82,7 +85,7 @@ bool is_temporary(const std::string& name);
 
 /// Appends to a file of a run folder, opened by open_regular() and made where none exists. Throws as throw_errno()
 /// does.
-void append_text(const std::string& path, const std::string& text);
+void append_text(const std::string& path, const std::string& text, Names names = Names::kOne);
 
 /// When they return, the bytes of this file of a run folder, or the names in this folder, are on the disk. Throw as
 /// throw_errno() does.

@@ -41,7 +41,7 @@ Flash3::Flash3(const std::string& library) {
     dlopen((std::filesystem::path(torch.dli_fname).parent_path() / "libtorch.so").c_str(), RTLD_LAZY | RTLD_GLOBAL);
   // Lazy: the module names functions of Python, which are called only when Python imports it. It stays loaded, as the
   // operators that it registers do.
-  if (dlopen(library.c_str(), RTLD_LAZY | RTLD_LOCAL) == nullptr)
+  if (dlopen(std::filesystem::absolute(library).c_str(), RTLD_LAZY | RTLD_LOCAL) == nullptr)
     throw base::Error(fmt::format("--flash3 {}: cannot be loaded: {}", library, dlerror()));
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const std::string name : kNamespaces) {

@@ -89,6 +89,18 @@ def test_metrics_with_a_second_name_are_not_written_through_it(run):
     assert (run.parent / "backup.jsonl").read_text() == before
 
 
+def test_a_backup_by_hard_links_does_not_end_a_run(corpus, tmp_path):
+    out, backup = tmp_path / "run", tmp_path / "backup.jsonl"
+    command = [PROGRAM, "train", "--out", out, "--data", corpus, *TINY, "--steps", 100]
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process.stderr.readline()  # the first step is done
+    os.link(out / "metrics.jsonl", backup)
+    lines = len(backup.read_text().splitlines())
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert len((out / "metrics.jsonl").read_text().splitlines()) > lines, "the run was not over"
+
+
 def test_a_run_folder_may_be_named_by_a_link(run, tmp_path):
     (tmp_path / "link").symlink_to(run)
     nsa("train", "--out", tmp_path / "link", "--resume")

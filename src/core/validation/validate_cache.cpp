@@ -153,7 +153,13 @@ void check_written_pages(Checker& check, const std::vector<std::pair<std::int64_
     std::ranges::sort(writers);
     for (std::size_t w = 1; w < writers.size(); ++w)
       if (std::get<0>(writers[w - 1]) == std::get<0>(writers[w])) refuse(writers[w], writers[w - 1]);
+    // By page: few of the pages in the tables are written to. -1 is no page.
+    std::vector<bool> is_written(writers.empty() ? 0 : std::max<std::int64_t>(std::get<0>(writers.back()), -1) + 1);
+    for (const auto& [page, b, p] : writers)
+      if (page >= 0) is_written[page] = true;
     each(false, [&](const Entry& entry) {
+      const auto page = std::get<0>(entry);
+      if (page < 0 || page >= std::ssize(is_written) || !is_written[page]) return;
       const auto writer = std::ranges::lower_bound(writers, Entry{std::get<0>(entry), -1, -1});
       if (writer != writers.end() && std::get<0>(*writer) == std::get<0>(entry)) refuse(entry, *writer);
     });

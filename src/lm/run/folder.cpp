@@ -117,7 +117,10 @@ void RunFolder::begin(const RunConfig& config) const {
   base::remove_file(file(kModel));
 }
 
-void RunFolder::log(const nlohmann::json& line) const { base::append_text(file(kMetrics), line.dump() + "\n"); }
+void RunFolder::log(const nlohmann::json& line) const {
+  // The file is this run's since its start; a backup by hard links (`cp -al`) may name it meanwhile.
+  base::append_text(file(kMetrics), line.dump() + "\n", base::Names::kAny);
+}
 
 void RunFolder::save(const RunConfig& config, const TrainState& state, const NamedTensors& parameters,
                      const NamedTensors& optimizer) const {
