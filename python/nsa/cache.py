@@ -481,8 +481,8 @@ class KVCache:
 
         Raises:
             ValueError: a size is not allowed.
-            RuntimeError: torch cannot allocate the memory; lengths and contents are as they were, in tensors that may be
-                new ones.
+            RuntimeError: torch cannot allocate the memory; lengths and contents are as they were, in tensors that
+                may be new ones.
         """
         check_sizes(_LARGEST, max_length=max_length, num_pages=num_pages)
         if max_length < self.max_length:
