@@ -31,10 +31,15 @@ HEAD = f"""\
 {NOTICE}
 # Evidence: NSA against full attention
 
-Small language models (24 to 28 million parameters) are trained on source code, once with NSA and once with full
-attention. Both see the same data in the same order. NSA uses the recipe, the [default of nsa
+Small models are trained twice, once with NSA and once with full attention. NSA uses the recipe, the [default of nsa
 train](guide/training.md#recipe-or-paper): `{RECIPE}`, with partial RoPE. All tables, commands and commits:
 [tables](evidence_tables.md).
+
+- Loss models have 24 to 28 million parameters and learn from source code.
+- Recall models have 2 layers and see synthetic sequences only. Each advances at its own pace.
+- Needle models see key-value lines in a quarter (8k) or half (64k) of their training tokens. The 64k model has RoPE
+  base 1,000,000.
+- In loss and needle runs of equal length, both models see the same data in the same order.
 """
 PICTURE = """\
 ![held-out loss of NSA minus full attention, over tokens and over time](images/evidence.png)
@@ -42,9 +47,9 @@ PICTURE = """\
 Held-out loss of the recipe minus full attention during training; below zero NSA is better. Thin lines are seeds, the
 thick line is their mean."""
 TARGETS = """\
-A loss is minus that of full attention unless the row says otherwise, in nats per byte. It counts with the upper end of
-its interval. Points, gains and speedups count as measured; brackets hold the lowest and highest seed. The gap is to the
-target, not to the stretch target. The baselines are [below](#training-free-sparse-attention)."""
+Losses are in nats per byte. A loss meets its target if the upper end of its interval does; all other values are
+compared as measured. Brackets hold the lowest and highest seed. The gap is the distance to the target, not to the
+stretch target. The baselines are [below](#training-free-sparse-attention)."""
 MISSED = """\
 Two other settings where the recipe misses a target: `recipe-1` (full RoPE), and `blocks-8-4-32-32` (recipe-1 with a
 compression block every 4 tokens)."""
@@ -55,7 +60,7 @@ Needle retrieval is over the depths that all rows share."""
 METHOD = """\
 - `evidence/run.sh` runs every plan and resumes where it stopped. `python -m evidence.run PLAN` runs one. `--missing`
   lists what has no result. `python -m evidence.page` writes these pages from `evidence/results`.
-- Models of a plan share data, order and seed, and are evaluated on the same held-out rows.
+- Models of a plan share data and seed. Loss models are evaluated on the same held-out rows.
 - A difference is the mean over the seeds that both models have. The figure after ± is half of the 95 % interval by
   Student's t, over rows or over seeds, whichever is wider.
 - Far recurrences are tokens that followed the same eight tokens (BPE: three) more than 4096 tokens ago. Non-recurring
@@ -73,7 +78,7 @@ LIMITS = """\
 - Runs used H200 and H100 GPUs. Throughput is compared on one kind of GPU only.
 - Throughput of NSA before commit b96b740 leaves out the selection statistics. It is 2 to 4 % too high.
 - Runs of 15 minutes before commit 035abfc ended early: full attention after 836 s, NSA after 866 s.
-- Options are shown by today's names and defaults. Stored commands are those of the day."""
+- The tables show options by their current names and defaults. Stored results keep the original commands."""
 TABLES = f"""\
 {NOTICE}
 # Evidence: all tables
@@ -161,7 +166,7 @@ def quality(plans, short_form=False):
             for results, length, reduce, title in (
                 (short, 8192, statistics.mean, "Needle retrieval, 8k tokens"),
                 (long, 65536, statistics.mean, LONG_FORM[2]),
-                (long, 65536, min, "Needle retrieval, 64k tokens, worst depth"),
+                (long, 65536, min, "Needle retrieval, 64k tokens, worst depth, mean of seeds"),
             )
         ),
     ]
@@ -191,9 +196,9 @@ def converged(plans):
 
 def readme_block(plans):
     note = (
-        "Losses are on held-out source code. NSA has the recipe's blocks and RoPE in every row, as in the speed "
-        "table's rows of the recipe. Both models see the same data in the same order. ± is half of the 95 % "
-        "confidence interval."
+        "Losses are on held-out source code; these models have 24 to 28 million parameters. In runs of equal length "
+        "both see the same data in the same order. Recall models have 2 layers. Needle models see key-value lines in "
+        "training; at 64k their RoPE base is 1,000,000. ± is half of the 95 % confidence interval."
     )
     return f"{quality(plans, short_form=True)}\n\n{fill(note)}"
 
