@@ -268,7 +268,7 @@ def test_tables_that_end_early():
         layer(torch.randn(40, 32), torch.tensor([0, 31, 40], dtype=torch.int32))
     layer(torch.randn(60, 32), torch.tensor([0, 30, 60], dtype=torch.int32))
     with pytest.raises(
-        ValueError, match="rope: 30 positions: must be at least 32, the cache's max_length in whole pages"
+        ValueError, match="rope: 30 positions: must be at least 32, the cache's max_length rounded up to pages"
     ):
         layer(torch.randn(1, 1, 32), cache=layer.make_cache(1, 31))
 

@@ -545,7 +545,7 @@ def test_fp8_has_the_bits_that_a_sequence_has_alone(device, kind, dtype):
     outs.append(run_steps(cache, *rest, [1, 15, 34]))
     assert torch.equal(torch.cat(outs, 1)[1:], expected)
     nsa.prefill(*(t[:, :17] for t in new), cache, first_chunk=True)
-    with pytest.raises(RuntimeError, match="a first chunk one that was not empty"):
+    with pytest.raises(RuntimeError, match="a first chunk to one with tokens"):
         cache.check()
     assert cache.cache_seqlens.tolist() == [LENGTH] * 2
 
