@@ -79,7 +79,7 @@ def test_recall_with_baselines(tmp_path):
     assert (out["baselines"], out["budget"]) == (["quest", "infllm"], 100)
     for model in ("NSA", "full attention"):
         assert f"ended before the sequences of {model} reached their full length: accuracy" in text
-    assert text.count("of 4 pairs every 5 tokens") == 2
+    assert text.count("with 4 pairs every 5 tokens") == 2
     full = out["scores"]["full"]
     for baseline in ("quest", "infllm"):
         assert out["scores"][baseline] == full and f"full + {baseline}" in text
