@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 
 import pytest
 from safetensors.numpy import save_file
@@ -93,7 +94,9 @@ def test_a_backup_by_hard_links_does_not_end_a_run(corpus, tmp_path):
     out, backup = tmp_path / "run", tmp_path / "backup.jsonl"
     command = [PROGRAM, "train", "--out", out, "--data", corpus, *TINY, "--steps", 100]
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    process.stderr.readline()  # the first step is done
+    deadline = time.monotonic() + SECONDS
+    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
     os.link(out / "metrics.jsonl", backup)
     lines = len(backup.read_text().splitlines())
     process.communicate(timeout=120)
