@@ -34,7 +34,7 @@ A row is the median of five calls on the slowest rank, or of as many as three se
 - Waited: time that the device waits in collectives, the slower rank included.
 - Efficiency: time of one GPU of the same run over P times that of P GPUs.
 - Peak: memory that torch allocated on a rank, inputs, dO and results included.
-- Exposed and efficiency use the rank whose forward plus backward takes longest. Where only separate times were recorded,
+- Exposed and efficiency use the rank whose forward plus backward takes longest. Where only separate times exist,
   they add the slowest forward and the slowest backward, which counts some waiting twice. Brackets add the two passes of
   each rank first.
 
