@@ -1,6 +1,7 @@
 // A fork copies what two sequences cannot share: bytes, whatever the type.
 #include <algorithm>
 #include <string>
+#include <unordered_set>
 
 #include "core/backend.h"
 #include "core/cache_step.h"
@@ -15,20 +16,22 @@ Status check_pages(const ForkParams& params, const PagesNeeded& needed, const Pa
   const auto entry = [&](std::int64_t row, std::int64_t p) {
     return p < needed.table.size(1) ? table_entry(needed.table, row, p) : -1;
   };
+  std::unordered_set<std::int64_t> named;  // the parent's pages and those before p of the child
+  for (std::int64_t p = all.first_page(); p < all.end_page(); ++p) named.insert(entry(params.parent, p));
   for (std::int64_t p = needed.first_page(); p < needed.end_page(); ++p) {
     const std::int64_t page = entry(params.child, p);
-    const std::string where = std::string("cache.") + needed.table_name + "[" + std::to_string(params.child) + ", " +
-                              std::to_string(p) + "]: ";
-    if (page < 0) return Status::out_of_capacity(where + "no page for the child's tokens");
-    if (entry(params.parent, p) < 0) return Status::invalid_argument(where + "the parent has no such page");
+    const auto where = [&] {
+      return std::string("cache.") + needed.table_name + "[" + std::to_string(params.child) + ", " + std::to_string(p) +
+             "]: ";
+    };
+    if (page < 0) return Status::out_of_capacity(where() + "no page for the child's tokens");
+    if (entry(params.parent, p) < 0) return Status::invalid_argument(where() + "the parent has no such page");
     if (page == entry(params.parent, p)) {
       if ((p + 1) * needed.page_size > needed.end)
-        return Status::invalid_argument(where + "shared with the parent, but not full at the shared length");
-      continue;
+        return Status::invalid_argument(where() + "shared with the parent, but not full at the shared length");
+    } else if (!named.insert(page).second) {
+      return Status::invalid_argument(where() + "page " + std::to_string(page) + " is copied to, but named twice");
     }
-    for (std::int64_t other = all.first_page(); other < all.end_page(); ++other)
-      if (page == entry(params.parent, other) || (other < p && page == entry(params.child, other)))
-        return Status::invalid_argument(where + "page " + std::to_string(page) + " is copied to, but named twice");
   }
   return {};
 }
