@@ -111,7 +111,7 @@ void CacheStep::add_sequence(StepSequence s) {
 }
 
 Status CacheStep::append(Compress compress, const Context& context) {
-  // Folding first: it needs tokens that the append may overwrite.
+  // Compression first: it needs tokens that the append may overwrite.
   if (Status s = compress_completed(params_.k_cmp, &StepSequence::k_cmp, &StepSequence::k_c, params_.weights_k,
                                     params_.rope_cos.defined(), compress, context);
       !s.ok())
@@ -121,7 +121,7 @@ Status CacheStep::append(Compress compress, const Context& context) {
       !s.ok())
     return s;
   for (const StepSequence& s : sequences_) {
-    const CachedRows to(params_.cache, params_.cfg, s.batch);  // its window may be beside the ring for now
+    const CachedRows to(params_.cache, params_.cfg, s.batch);  // those of s may be a copy outside the ring
     const auto write = [&](const TensorView& fresh, const TokenRows& rows) {
       const std::int64_t begin = rows.table ? s.length_before : std::max(s.length_before, s.length - rows.page_size);
       copy_tokens(new_rows(fresh, s), rows, begin, s.length, fresh.size(-2), fresh.size(-1));

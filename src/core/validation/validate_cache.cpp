@@ -160,8 +160,7 @@ void check_written_pages(Checker& check, const std::vector<std::pair<std::int64_
     each(false, [&](const Entry& entry) {
       const auto page = std::get<0>(entry);
       if (page < 0 || page >= std::ssize(is_written) || !is_written[page]) return;
-      const auto writer = std::ranges::lower_bound(writers, Entry{std::get<0>(entry), -1, -1});
-      if (writer != writers.end() && std::get<0>(*writer) == std::get<0>(entry)) refuse(entry, *writer);
+      refuse(entry, *std::ranges::lower_bound(writers, Entry{page, -1, -1}));
     });
   }
 }
