@@ -201,7 +201,7 @@ class PageAllocator:
                 full, part = divmod(counts[row][i], pool.page_size)
                 pool.held[b] = pool.share(before[row][:full])
                 if part:
-                    self._free_pages_for(pool, b, lambda: 1)
+                    self._evict_for(pool, b, lambda: 1)
                     pool.held[b].append(pool.take())
                     copied.append((before[row][full], pool.held[b][-1]))
         self.changed = set(range(len(rows)))
@@ -232,7 +232,7 @@ class PageAllocator:
         if not self.free_slots:
             self._drop(0)
         full, part = divmod(self.cfg.num_compressed(len(tokens)), self.compressed.page_size)
-        self._free_pages_for(self.compressed, sequence, lambda: int(part > 0))
+        self._evict_for(self.compressed, sequence, lambda: int(part > 0))
         held, held_c = (pool.held[sequence] for pool in self.pools)
         pages = self.tokens.share(held[: len(tokens) // self.tokens.page_size])
         pages_c = self.compressed.share(held_c[:full])
@@ -307,7 +307,7 @@ class PageAllocator:
             pool.give_back(pages)
         self.free_slots.append(prefix.slot)
 
-    def _free_pages_for(self, pool: Pool, sequence: int, need: Callable[[], int]) -> None:
+    def _evict_for(self, pool: Pool, sequence: int, need: Callable[[], int]) -> None:
         """Prefixes give way until there are as many free pages as `need()`, which may become less by that.
 
         First the least recently used that alone has a page of the pool; if none has, the least recently used.
@@ -323,13 +323,13 @@ class PageAllocator:
     def _extend(self, pool: Pool, sequence: int, tokens: int) -> None:
         missing = max(0, pool.pages_for(tokens) - len(pool.held[sequence]))
         if missing:
-            self._free_pages_for(pool, sequence, lambda: missing)
+            self._evict_for(pool, sequence, lambda: missing)
             pool.held[sequence] += [pool.take() for _ in range(missing)]
             self.changed.add(sequence)
 
     def _own(self, pool: Pool, sequence: int, tokens: int, copies: list[tuple[int, int]]) -> None:
         held, first = pool.held[sequence], tokens // pool.page_size
-        self._free_pages_for(pool, sequence, lambda: sum(pool.uses[page] > 1 for page in held[first:]))
+        self._evict_for(pool, sequence, lambda: sum(pool.uses[page] > 1 for page in held[first:]))
         for i in range(first, len(held)):
             if pool.uses[held[i]] > 1:
                 copies.append((held[i], pool.take()))
