@@ -219,11 +219,12 @@ class Step:
             t.clone(memory_format=torch.contiguous_format) for t in (seq_lens, block_table, block_table_c)
         )
         self.cfg, self.max_length, self.num_tokens, self.num_slots = cfg, max_length, starts[-1], max(slots) + 1
-        self._tables = {"block_table": block_table, "block_table_c": block_table_c}
         self._last_pages: dict[str, int] = {}
         new = [b - a for a, b in pairwise(starts)]
-        if _values_are_checked(seq_lens):
+        if not seq_lens.is_cuda or os.environ.get("NSA_VALIDATE") == "1":
             _check_values(new, seq_lens, block_table, block_table_c, cfg, max_length, page_size, slot_mapping)
+            for name, table in (("block_table", block_table), ("block_table_c", block_table_c)):
+                self._last_pages[name] = int(table.max()) if table.numel() else -1
         bounds = known = None if seq_lens.is_cuda else seq_lens.tolist()
         if seq_lens_cpu_upper_bound is not None:
             bounds, least = _integers("seq_lens_cpu_upper_bound", seq_lens_cpu_upper_bound), known or new
@@ -327,9 +328,10 @@ class Step:
                 check_usable(name, tensor)
             if tensor.data_ptr() % tensor.element_size():
                 raise ValueError(f"{name}: begins at an address that is no multiple of {tensor.element_size()}")
-        for name, pool in (("block_table", layer.k_slc), ("block_table_c", layer.k_c)):
-            if _values_are_checked(self._tables[name]) and (last := self._last_page(name)) >= pool.shape[0]:
-                raise ValueError(f"{name}: page {last}: must be below {pool.shape[0]}, the pages of the layer")
+        for name, pages in self._last_pages.items():
+            pool = layer.k_slc if name == "block_table" else layer.k_c
+            if pages >= pool.shape[0]:
+                raise ValueError(f"{name}: page {pages}: must be below {pool.shape[0]}, the pages of the layer")
         weights = weights_k, weights_v
 
         def run(step: Callable[..., Any], rows: _Rows, tensors: list[Tensor | None], num_new: Tensor | None) -> Tensor:
@@ -354,13 +356,6 @@ class Step:
             step = prefill_empty_rows if first else partial(call, ops.prefill)
             o[tokens] = run(step, row, [None if t is None else t[tokens][None] for t in given], None)[0]
         return o
-
-    def _last_page(self, name: str) -> int:
-        """The highest page number in a table."""
-        if name not in self._last_pages:
-            table = self._tables[name]
-            self._last_pages[name] = int(table.max()) if table.numel() else -1
-        return self._last_pages[name]
 
     def check(self) -> None:
         """Waits for the device. Raises RuntimeError if a request exceeded its capacity in a layer of this step."""
@@ -567,11 +562,6 @@ def _integers(name: str, given: Sequence[int] | Tensor) -> list[int]:
     for i, number in enumerate(given):
         check_type(f"{name}[{i}]", number, int)
     return list(given)
-
-
-def _values_are_checked(tensor: Tensor) -> bool:
-    """Those on a GPU would have to be waited for."""
-    return not tensor.is_cuda or os.environ.get("NSA_VALIDATE") == "1"
 
 
 def _check_values(
