@@ -176,10 +176,10 @@ for step in $steps; do
         dense=(--selection random --longest-dense-forward 262144 --no-plain --budget 0.4)
         flash3=${FLASH3:-$(find_flash3)}
         [[ -z $flash3 ]] || dense+=(--flash3 "$flash3")
-        run bench build-gpu/bin/nsa bench --device cuda --lengths 4096,6144,7168,8192,16384,32768,65536,131072,262144 \
+        run bench build-gpu/bin/nsa bench --device cuda --lengths 4096,6144,7168,8192,10240,16384,32768,65536,131072,262144 \
           "${dense[@]}" ${PEERS:+--peers "$PEERS"} --json "$(dirname "$results")/bench_cuda.json"
         cat "$logs/bench.log"
-        run recipe build-gpu/bin/nsa bench --device cuda --lengths 4096,8192,12288,16384,32768,65536,131072 \
+        run recipe build-gpu/bin/nsa bench --device cuda --lengths 4096,8192,10240,12288,16384,32768,65536,131072 \
           --kernel-size 8 --kernel-stride 8 --block-size 32 --topk 32 --phi mlp "${dense[@]}" \
           --json "$(dirname "$results")/bench_recipe.json"
         cat "$logs/recipe.log"
