@@ -96,10 +96,14 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        folder = Path(os.path.realpath(path))
+        # The hub's cache: snapshots/COMMIT/FOLDERS/NAME is a link to blobs/HASH.
+        caches = [parent.with_name("blobs") for parent in folder.parents if parent.name == "snapshots"]
+        self.link_targets = [folder, *caches]
         self.config = read_object(path / CONFIG)
         self.is_run = "model" in self.config
         if self.is_run:
-            self.config = read_object(path / CONFIG, follow=False)
+            self.config = read_object(self._own(CONFIG), follow=False)
         _check_sizes(path / CONFIG, self.config["model"] if self.is_run else self.config)
         if not self.is_run and os.path.lexists(path / INDEX):
             index = read_object(path / INDEX)
@@ -130,12 +134,23 @@ class Folder:
     @contextmanager
     def open(self, file: str) -> Iterator[Any]:
         """One of the files, as safetensors reads it."""
-        open_regular(self.path / file, follow=not self.is_run).close()
+        path = self._own(file) if self.is_run else self.path / file
+        open_regular(path, follow=not self.is_run).close()
         try:
-            with safe_open(self.path / file, framework="pt") as tensors:
+            with safe_open(path, framework="pt") as tensors:
                 yield tensors
         except (SafetensorError, FileNotFoundError) as error:
             raise ValueError(f"{self.path / file}: {error}") from None
+
+    def _own(self, file: str) -> Path:
+        """The path of a file, or of what its link leads to. Raises ValueError where that is elsewhere."""
+        path = self.path / file
+        if not path.is_symlink():
+            return path
+        target = Path(os.path.realpath(path))
+        if target.parent not in self.link_targets:
+            raise ValueError(f"{path}: a link out of the folder: must be a file of its own")
+        return target
 
     def tensor(self, source: Any, file: str, name: str) -> Tensor:
         """One of the tensors of an open file. Raises ValueError where it is not finite."""
@@ -146,14 +161,10 @@ class Folder:
 
     def carried(self) -> Iterator[tuple[str, bytes]]:
         """Files that are copied with the weights: names and contents."""
-        folder = Path(os.path.realpath(self.path))
-        cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
         for file in sorted(self.path.iterdir()):
             if file.suffix not in CARRIED or file.name in (CONFIG, INDEX) or (file.is_dir() and not file.is_symlink()):
                 continue
-            if file.is_symlink() and Path(os.path.realpath(file)).parent not in (folder, cache):
-                raise ValueError(f"{file}: a link out of the folder: must be a file of its own")
-            yield file.name, read_regular(file)
+            yield file.name, read_regular(self._own(file.name), follow=False)
 
     def check(self, expected: dict[str, Tensor], optional: set[str]) -> None:
         """Raises ValueError unless there are exactly these tensors, in their shapes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -85,6 +86,17 @@ def name_tied_head(folder: Path) -> None:
     assert "lm_head.weight" not in index["weight_map"]
     index["weight_map"]["lm_head.weight"] = index["weight_map"]["model.embed_tokens.weight"]
     file.write_text(json.dumps(index))
+
+
+def move_to_hub(folder: Path, hub: Path, below: str) -> Path:
+    """Moves a folder's files to blobs/HASH in the hub's cache; returns the one of links, snapshots/COMMIT/`below`."""
+    blobs, snapshot = hub / "blobs", hub / "snapshots" / "0a1b" / below
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / f"{number:040}")
+        (snapshot / file.name).symlink_to(os.path.relpath(blobs / f"{number:040}", snapshot))
+    return snapshot
 
 
 def padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:

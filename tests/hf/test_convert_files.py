@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models import SMALL, dense
+from models import SMALL, dense, move_to_hub
 from nsa.convert import main
 
 SIZES = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
@@ -97,17 +97,22 @@ def test_no_file_elsewhere_is_copied(src, capsys):
     assert copy.read_text() == "terms" and not copy.is_symlink()
 
 
-def test_a_folder_of_the_hub_has_links_into_its_cache(tmp_path):
-    """blobs/NUMBER, and snapshots/COMMIT/NAME that lead there."""
-    blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "src"
-    blobs.mkdir(parents=True)
-    snapshot.mkdir(parents=True)
+@pytest.mark.parametrize("below", ["", "dense", "checkpoints/snapshots/last"])
+def test_a_folder_of_the_hub_has_links_into_its_cache(tmp_path, capsys, below):
+    hub, out, other = tmp_path / "models--a--b", tmp_path / "out", tmp_path / "other"
     dense("llama").save_pretrained(tmp_path / "plain")
     (tmp_path / "plain" / "tokenizer.json").write_text("{}")
-    for number, file in enumerate(sorted((tmp_path / "plain").iterdir())):
-        file.rename(blobs / str(number))
-        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    assert (converted(snapshot) / "tokenizer.json").read_text() == "{}"
+    snapshot = move_to_hub(tmp_path / "plain", hub, below)
+    assert main([str(snapshot), str(out), *SIZES, "--lengths=0"]) == 0
+    assert (out / "tokenizer.json").read_text() == "{}" and not any(file.is_symlink() for file in out.iterdir())
+    for outside in (tmp_path / "secret", hub / "refs" / "secret", hub / "blobs" / "more" / "secret"):
+        outside.parent.mkdir(exist_ok=True)
+        outside.write_text("{}")
+        (snapshot / "tokenizer.json").unlink()
+        (snapshot / "tokenizer.json").symlink_to(outside)
+        assert main([str(snapshot), str(other), *SIZES, "--lengths=0"]) == 2
+        assert f"{snapshot / 'tokenizer.json'}: a link out of the folder" in capsys.readouterr().err
+        assert not other.exists()
 
 
 @pytest.mark.parametrize("name", [CONFIG, "generation_config.json", INDEX])
@@ -166,12 +171,12 @@ def test_runs_have_the_same_limits(tmp_path, capsys):
     (tmp_path / "config").write_text(json.dumps(RUN))
     (src / CONFIG).unlink()
     (src / CONFIG).symlink_to(tmp_path / "config")
-    assert f"{src / CONFIG}: not a regular file, but a link" in refused(capsys, src)
+    assert f"{src / CONFIG}: a link out of the folder" in refused(capsys, src)
     (src / CONFIG).unlink()
     (src / CONFIG).write_text(json.dumps(RUN))
     (src / WEIGHTS).rename(tmp_path / "weights")
     (src / WEIGHTS).symlink_to(tmp_path / "weights")
-    assert f"{src / WEIGHTS}: not a regular file, but a link" in refused(capsys, src)
+    assert f"{src / WEIGHTS}: a link out of the folder" in refused(capsys, src)
 
 
 NAMES = ["a\x1b[2J\x07\x00b", "n" * 100_000, "\u009b2J\u202ex", "two\nlines"]

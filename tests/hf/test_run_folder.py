@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from models import move_to_hub
 from nsa.convert import main
 from program import assert_same_text, needs_program, nsa
 
@@ -24,6 +25,19 @@ def write_corpus(folder):
     folder.mkdir()
     for i in range(10):
         (folder / f"{i}.py").write_text(" ".join(PROMPT.split() * (5 + i)))
+
+
+@pytest.mark.parametrize("below", ["", "runs/1"])
+def test_a_run_in_the_hub_is_one(tmp_path, below):
+    """A file of the hub is a link into its cache."""
+    run, hub = tmp_path / "run", tmp_path / "models--a--b"
+    write_corpus(tmp_path / "corpus")
+    nsa("train", "--out", run, "--data", tmp_path / "corpus", *MODEL, *NSA, *RUN)
+    assert main([str(run), str(tmp_path / "expected")]) == 0
+    snapshot = move_to_hub(run, hub, below)
+    assert main([str(snapshot), str(tmp_path / "found")]) == 0
+    expected, found = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("expected", "found"))
+    assert found == expected
 
 
 def test_gates_that_transformers_does_not_have_are_refused(tmp_path, capsys):
