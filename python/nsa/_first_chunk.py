@@ -6,14 +6,17 @@ slot that receives the same value.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from ._arguments import check_type, check_usable
+from ._pages import check_sharing
 from ._registration import call, ops
 from .config import NSAConfig
 
@@ -54,6 +57,7 @@ def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tenso
         num_new = torch.full_like(lengths, m)
     else:
         _check_num_new(num_new, m, lengths)
+    _check_written_pages(cache, num_new, NSAConfig(*layer[-4]))
     if cache.k_slc.dtype == torch.float8_e4m3fn:  # the chunk attends to itself as it is stored
         empty = lengths == 0
         with _writing():
@@ -86,6 +90,21 @@ def _check_num_new(num_new: Tensor, m: int, lengths: Tensor) -> None:
         raise ValueError(f"num_new: {what}: expected int32 {tuple(lengths.shape)} on {lengths.device}")
     if not compiling and num_new.device.type == "cpu" and bool(((num_new < 0) | (num_new > m)).any()):
         raise ValueError(f"num_new = {num_new.tolist()}: must be 0 ... m = {m}")
+
+
+def _check_written_pages(cache: _Cache, num_new: Tensor, cfg: NSAConfig) -> None:
+    """Raises ValueError for a page that two of the rows that begin would write to, or one of them twice."""
+    lengths = cache.cache_seqlens
+    hidden = lengths.device.type != "cpu" and os.environ.get("NSA_VALIDATE", "0") in ("", "0")  # as the operators
+    if hidden or lengths.is_meta or torch.compiler.is_compiling() or is_fake(lengths):
+        return
+    tokens = num_new.where(lengths == 0, 0).tolist()
+    for name, table, pool, counts in (
+        ("block_table", cache.block_table, cache.k_slc, tokens),
+        ("block_table_c", cache.block_table_c, cache.k_c, [cfg.num_compressed(count) for count in tokens]),
+    ):
+        pages = [row[: -(-count // pool.shape[1])] for row, count in zip(table.tolist(), counts, strict=True)]
+        check_sharing(f"cache.{name}", [[page for page in row if page >= 0] for row in pages], [0] * len(pages))
 
 
 def _first_token(x: Tensor) -> Tensor:

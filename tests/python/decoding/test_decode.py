@@ -220,6 +220,31 @@ def test_first_chunks_refused(layer, changes, message):
     assert all(torch.equal(a, b) for a, b in zip(before, cache.tensors(), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("first_chunk", [False, True])
+@pytest.mark.parametrize("table", ["block_table", "block_table_c"])
+def test_written_pages_that_rows_share_are_refused(layer, table, first_chunk, dtype):
+    """Tables that the caller wrote. A row without new tokens may name the pages of another."""
+    x, options = torch.randn(2, 40, 32), {"dtype": dtype, "raw_dtype": torch.float32}
+    cache = layer.make_cache(2, 80, page_size=16, **options)
+    cache.reserve(48)
+    good, given = getattr(cache, table).clone(), getattr(cache, table)
+    places = {(1, 0): (0, 0), (0, 2): (0, 0)} if table == "block_table" else {(1, 0): (0, 0)}
+    for place, other in places.items():
+        given.copy_(good)
+        given[place] = given[other]
+        before = [tensor.clone() for tensor in cache.tensors()]
+        with pytest.raises(ValueError, match=rf"{table}\[\d, \d\] = {int(given[other])}: .*is this page too"):
+            layer(x, cache=cache, first_chunk=first_chunk)
+        assert all(torch.equal(a, b) for a, b in zip(before, cache.tensors(), strict=True))
+    given.copy_(good[[0, 0]])
+    layer(x, cache=cache, first_chunk=first_chunk, num_new=torch.tensor([40, 0], dtype=torch.int32))
+    given.copy_(good)
+    layer(x, cache=cache, first_chunk=first_chunk, num_new=torch.tensor([0, 40], dtype=torch.int32))
+    cache.check()
+    assert cache.cache_seqlens.tolist() == [40, 40]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_made_on_another_device(kind):
     """Steps on a GPU, simulated without one: an operation on tensors of two devices would fail."""
