@@ -345,7 +345,7 @@ def test_every_plan(tmp_path, corpus):
 
 def test_recall(tmp_path):
     where = ["--nsa", PROGRAM, "--results", tmp_path / "results", "--out", tmp_path / "out"]
-    tiny = "--length 128 --pairs 8 --steps 2 --topk 3 --threads 1".split()
+    tiny = "--length 128 --tokens-per-step 256 --pairs 8 --steps 2 --topk 3 --threads 1".split()
     python("evidence.run", "recall", "2k", "--seeds", 1, *where, "--", *tiny)
     scores = results(tmp_path, "recall")["2k", 1]["scores"]
     assert {"nsa", "full", "window", "quest", "nsa_without_cmp"} <= scores.keys()
