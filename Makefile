@@ -59,10 +59,10 @@ help:
 	@sed -n 's/^#   /  /p' Makefile
 
 SETUP = $(PYTHON) tools/setup.py --venv $(VENV) --torch $(TORCH) $(if $(filter 1,$(OFFLINE)),--offline) $(if $(filter 1,$(SUDO)),--sudo)
-$(READY): tools/setup.py tools/requirements/default.txt
+$(READY): tools/setup.py pyproject.toml
 	@$(SETUP)
 	@touch $@
-$(VENV)/.ready-cuda: $(READY) tools/requirements/cuda.txt
+$(VENV)/.ready-cuda: $(READY)
 	@$(SETUP) --for cuda
 	@touch $@
 
@@ -129,7 +129,7 @@ bundle:
 	    $$(apt-cache depends libfmt-dev | sed -n 's/ *Depends: //p') && \
 	  for p in *.deb; do dpkg -x $$p .; done && rm -f *.deb && rm -rf usr/share/doc wheels && \
 	  $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m pip download -q --no-deps --dest wheels \
-	    $$(sed -n 's/^\(transformers==[^;]*\).*/\1/p' ../tools/requirements/default.txt) && \
+	    $$(grep -om1 'transformers==[0-9.]*' ../pyproject.toml) && \
 	  du -sh .
 
 format: $(READY)

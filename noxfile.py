@@ -14,6 +14,7 @@ nox.options.envdir = "build/nox"
 nox.options.reuse_existing_virtualenvs = True
 
 ROOT = Path(__file__).parent
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 PINNED = "pinned"  # the torch of the environment that runs nox, which is not downloaded again
 TORCH_VERSIONS = os.environ.get("TORCH_VERSIONS", f"{PINNED} 2.10.0").split()
 SUITES = "test_operators bad_input/test_errors test_layer decoding/test_decode test_openmp test_docs".split()
@@ -91,7 +92,7 @@ def hub(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The site that `make docs` builds, with the wheel's docstrings: no warning, and a place for every public name."""
-    install_wheel(session, PINNED, "-r", "tools/requirements/docs.txt")
+    install_wheel(session, PINNED, *nox.project.dependency_groups(PROJECT, "docs"))
     site = str(Path(session.create_tmp()).absolute() / "site")
     session.run(*"python -m sphinx -q -W --keep-going -n -E docs".split(), site)
     session.env["NSA_SITE"] = site

@@ -29,8 +29,8 @@ HEADERS = {
 }
 # SentencePiece for `nsa train --tokenizer`, and its trainer for the tests. Installed if apt can; optional.
 OPTIONAL = {"libsentencepiece-dev": "/usr/include/sentencepiece_processor.h", "sentencepiece": "/usr/bin/spm_train"}
-# Further packages for `make docs`, `make lint`, `make wheel`, `make build CUDA=1` without nvcc and .ci/run;
-# tools/requirements/*.txt have the rest.
+# Further Debian packages for `make docs`, `make lint`, `make wheel`, `make build CUDA=1` without nvcc and .ci/run. The
+# Python packages are the dependency groups of pyproject.toml.
 EXTRA = {
     "cuda": {},
     "docs": {},
@@ -43,11 +43,21 @@ GB = 1e9
 # Measured on Debian 12 with torch 2.11.0 from PyPI; see "Set-up" in CONTRIBUTING.md.
 DOWNLOAD, DISK, BUILD_DISK = 2.8 * GB, 5.0 * GB, 1.0 * GB
 
-# Run inside the environment: prints the requirements it does not meet. A build tool on PATH is as good as PyPI's.
+# Run inside the environment, whose pip reads TOML also with Python 3.10: prints the requirements of the groups
+# argv[2:] of pyproject.toml that it does not meet. A build tool on PATH is as good as PyPI's.
 SEE_WHAT_IS_MISSING = """
 import importlib.metadata as metadata, re, shutil, subprocess, sys
 from pip._vendor.packaging.requirements import Requirement
-for line in sys.stdin.read().splitlines():
+try:
+    import tomllib
+except ImportError:
+    from pip._vendor import tomli as tomllib
+torch, *groups = sys.argv[1:]
+with open("pyproject.toml", "rb") as file:
+    listed = tomllib.load(file)["dependency-groups"]
+for line in (line for group in groups for line in listed.get(group, [])):
+    if line.startswith("torch==") and torch == "system":
+        line = "torch>=2.10"
     requirement = Requirement(line)
     if requirement.marker and not requirement.marker.evaluate():
         continue
@@ -133,16 +143,6 @@ def install_optional_packages(offline, sudo):
         say(f"going on without {' '.join(missing)}: nsa train --tokenizer FILE.model needs libsentencepiece-dev")
 
 
-def read_requirements(torch, purpose):
-    folder = ROOT / "tools" / "requirements"
-    lines = (folder / "default.txt").read_text().splitlines()
-    more = folder / f"{purpose}.txt"
-    if more.exists():
-        lines += more.read_text().splitlines()
-    lines = [line for line in lines if line and not line.startswith("#")]
-    return ["torch>=2.10" if torch == "system" and line.startswith("torch") else line for line in lines]
-
-
 def make_venv(venv, torch):
     """Creates the environment; for TORCH=system it also sees the packages of the Python that runs this."""
     # Without ensurepip (Debian's python3-venv) it uses the pip of the system's torch.
@@ -156,9 +156,9 @@ def make_venv(venv, torch):
         (own / "system-torch.pth").write_text("\n".join(folders) + "\n")
 
 
-def missing_python_packages(venv, wanted):
+def missing_python_packages(venv, torch, groups):
     answer = subprocess.run(
-        [venv / "bin" / "python", "-c", SEE_WHAT_IS_MISSING], input="\n".join(wanted), capture_output=True, text=True
+        [venv / "bin" / "python", "-c", SEE_WHAT_IS_MISSING, torch, *groups], cwd=ROOT, capture_output=True, text=True
     )
     if answer.returncode:
         stop(f"{venv} does not work; remove the folder and run make again. Python says:", answer.stderr.strip())
@@ -178,7 +178,7 @@ def check_disk():
 
 
 def install_python_packages(venv, torch, offline, purpose):
-    missing = missing_python_packages(venv, read_requirements(torch, purpose))
+    missing = missing_python_packages(venv, torch, ["build", purpose] if purpose else ["build"])
     if not missing:
         say(f"{venv} has all Python packages")
         return
