@@ -81,7 +81,7 @@ program: build/build.ninja
 	@ln -sf $(abspath build/bin/nsa) $(BIN)/nsa
 
 # The package is installed as a user would install it. Its own copy of libnsa comes out of ccache.
-PACKAGE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cmake include src/core src/reference src/cpu src/cuda python -type f -not -name '*.pyc')
+PACKAGE_SOURCES := pyproject.toml CMakeLists.txt src/CMakeLists.txt $(shell find cmake include src/core src/reference src/cpu src/cuda python -type f -not -name '*.pyc')
 package: build/package.installed
 build/package.installed: $(READY) $(CUDA_READY) $(CUDA_CHOICE) $(PACKAGE_SOURCES) | program
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
