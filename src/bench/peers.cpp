@@ -17,7 +17,8 @@ struct Parts {
 };
 
 Parts parts_of(const std::string& op, Selection selection) {
-  const std::string pattern = selection == Selection::kClustered ? ", clustered" : ", random";
+  const std::string pattern =
+      fmt::format(", {}", name_of(selection == Selection::kOwn ? Selection::kRandom : selection));
   const std::string compress = "compress k and v", choose = "compressed attention, selection",
                     window = "sliding window";
   const std::string selected = "selected attention" + pattern, end_to_end = "end to end" + pattern;

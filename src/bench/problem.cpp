@@ -68,7 +68,8 @@ Problem::Problem(const Shape& shape, std::int64_t length)
   p.gates = keep(random(heads, 3).sigmoid());
   p.cfg = cfg;
   p.o = keep(at::empty({1, length, heads, dv}, q_.options()));
-  if (auto blocks = chosen_blocks(shape.selection, cfg, length, kv_heads); !blocks.empty()) {
+  if (auto blocks = chosen_blocks(shape.selection, cfg, length, kv_heads, shape.neighbour_overlap); !blocks.empty()) {
+    given_overlap_ = bench::neighbour_overlap(blocks, cfg, kv_heads);
     const auto on_host = at::from_blob(blocks.data(), {1, length, kv_heads, cfg.topk}, at::kInt);
     p.block_indices = keep(on_host.clone().to(shape.device));
   }
@@ -78,6 +79,17 @@ Problem::Problem(const Shape& shape, std::int64_t length)
     const CompressParams mean{.k = x, .weights = {.kind = CompressionKind::kMean}, .cfg = cfg, .out = out};
     run(nsa::compress, mean);
   }
+}
+
+std::optional<double> Problem::neighbour_overlap() const {
+  if (attention_.block_indices.defined()) return given_overlap_;
+  const auto indices = at::empty({1, length_, shape_.num_kv_heads, shape_.nsa.topk}, q_.options().dtype(at::kInt));
+  auto forward = attention_;
+  forward.indices = bridge::view_of(indices);
+  run(nsa::nsa_attention, forward);
+  const auto on_host = indices.cpu();
+  const auto* const blocks = on_host.const_data_ptr<std::int32_t>();
+  return bench::neighbour_overlap({blocks, static_cast<std::size_t>(on_host.numel())}, shape_.nsa, shape_.num_kv_heads);
 }
 
 TensorView Problem::keep(const at::Tensor& tensor) {

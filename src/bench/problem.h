@@ -21,7 +21,8 @@
 namespace nsa::bench {
 
 struct Shape : Dims {
-  Selection selection = Selection::kOwn;
+  Selection selection = Selection::kModelLike;
+  double neighbour_overlap = kModelOverlap;  // of kModelLike
   int threads = 2;
   std::optional<Flash3> flash3;  // if given, FlashAttention-3 is timed as dense attention
   at::Device device = at::kCPU;
@@ -54,6 +55,9 @@ class Problem {
   std::vector<std::string> dense_forms() const;
 
   Cost cost(const std::string& name, CompressionKind phi) const { return costs_.of(name, phi); }
+
+  /// Of the blocks that the queries attend to. Without given ones it runs the attention once.
+  std::optional<double> neighbour_overlap() const;
 
  private:
   template <class Params>
@@ -91,8 +95,9 @@ class Problem {
   std::int64_t length_, blocks_;
   Costs costs_;
   Context context_;
-  at::Tensor q_, k_, v_, d_o_;    // (1, S, heads, D); k and v serve all branches; d_o from the first backward on
-  NsaAttentionParams attention_;  // with every output from keep_branches on
+  at::Tensor q_, k_, v_, d_o_;           // (1, S, heads, D); k and v serve all branches; d_o from the first backward on
+  std::optional<double> given_overlap_;  // of given blocks
+  NsaAttentionParams attention_;         // with every output from keep_branches on
   NsaAttentionBackwardParams backward_;
   std::vector<at::Tensor> storage_;  // what the parameters point into
 };

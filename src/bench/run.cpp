@@ -23,6 +23,9 @@ class Runner {
 
   void run(std::int64_t length) {
     Problem problem(options_.shape, length);
+    // A selection of its own needs a call, which only rows end to end are worth.
+    if (options_.only.empty() || options_.shape.selection != Selection::kOwn)
+      report_.overlaps.push_back({length, problem.neighbour_overlap()});
     for (const bool backward : {false, true}) {
       if (backward && (!options_.backward || length > options_.longest_backward)) break;
       if (!options_.only.empty()) {
@@ -205,7 +208,7 @@ Options default_options(at::Device device) {
 }
 
 Report run(const Options& options, const std::function<void(const Result&)>& on_result) {
-  Report report{.options = options, .results = {}, .ratios = {}, .refusals = {}};
+  Report report{.options = options, .results = {}, .ratios = {}, .overlaps = {}, .refusals = {}};
   Runner runner(report, on_result);
   for (const auto length : options.lengths) runner.run(length);
   return report;
@@ -230,6 +233,7 @@ void to_json(nlohmann::json& json, const Report& report) {
                       {"window_size", cfg.window_size},
                       {"selection", name_of(shape.selection)},
                       {"repeats", report.options.timing.repeats}};
+  if (shape.selection == Selection::kModelLike) json["settings"]["neighbour_overlap"] = shape.neighbour_overlap;
   const auto optional = [](const std::optional<double>& value) {
     return value ? nlohmann::json(*value) : nlohmann::json();
   };
@@ -257,6 +261,9 @@ void to_json(nlohmann::json& json, const Report& report) {
                                {"peer", r.peer ? nlohmann::json(r.peer->name) : nlohmann::json()},
                                {"peer_s", r.peer ? nlohmann::json(r.peer->seconds) : nlohmann::json()}});
   }
+  json["neighbour_overlap"] = nlohmann::json::array();
+  for (const auto& [length, measured] : report.overlaps)
+    json["neighbour_overlap"].push_back({{"length", length}, {"measured", optional(measured)}});
   json["ratios"] = nlohmann::json::array();
   for (const auto& r : report.ratios) {
     json["ratios"].push_back({{"length", r.length},

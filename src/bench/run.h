@@ -66,10 +66,17 @@ struct Ratio {
   double over_plain() const { return plain_seconds / seconds; }
 };
 
+/// What `neighbour_overlap` of src/bench/selection.h is of the blocks attended to, at a length.
+struct Overlap {
+  std::int64_t length = 0;
+  std::optional<double> measured;  // empty where every query takes all its blocks
+};
+
 struct Report {
   Options options;
   std::vector<Result> results;
   std::vector<Ratio> ratios;
+  std::vector<Overlap> overlaps;
   std::vector<std::string> refusals;  // forms of torch's attention that cannot run here, and why
 
   /// The length from which on NSA is faster, interpolated between the measured ones; the shortest measured length where

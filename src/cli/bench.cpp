@@ -6,6 +6,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <ctime>
 #include <fstream>
@@ -112,6 +113,23 @@ void print_ratios(const bench::Report& report) {
   }
 }
 
+void print_overlaps(const bench::Report& report) {
+  const auto& shape = report.options.shape;
+  std::string text;
+  for (const auto& [length, measured] : report.overlaps) {
+    text += text.empty() ? " " : ", ";
+    if (!measured) {
+      text += fmt::format("no choice at {}", length);
+      continue;
+    }
+    text += fmt::format("{:.3f} at {}", *measured, length);
+    const bool targeted = shape.selection == bench::Selection::kModelLike;
+    const double excess = targeted ? *measured - shape.neighbour_overlap : 0;
+    if (std::abs(excess) > 0.01) text += excess > 0 ? " (the least possible)" : " (the most possible)";
+  }
+  if (!text.empty()) fmt::print("neighbour overlap, {} selection:{}\n", bench::name_of(shape.selection), text);
+}
+
 class BenchCommand {
  public:
   explicit BenchCommand(CLI::App& app)
@@ -151,9 +169,14 @@ class BenchCommand {
         command_.add_flag("!--no-parts", options_.parts, "Time only end to end, without stages and single operations");
     command_.add_flag("!--no-plain", options_.plain, "Skip dense attention on libnsa's own kernels");
     command_
-        .add_option("--selection", selection_,
-                    "Block selection: own, or given block_indices (random, clustered); the selector runs in both cases")
-        ->check(CLI::IsMember({"own", "random", "clustered"}));
+        .add_option(
+            "--selection", selection_,
+            "Block selection: own, or given blocks: model-like, random, clustered; the selector runs in both cases")
+        ->check(CLI::IsMember({"own", "random", "clustered", "model-like"}));
+    command_
+        .add_option("--neighbour-overlap", shape.neighbour_overlap,
+                    "Share of a query's blocks that the previous query has too, with --selection model-like")
+        ->check(CLI::Range(0.0, 1.0));
     command_.add_option("--peers", peers_,
                         "JSON of bench/peers/peers.py, whose times of other implementations join the table");
     command_.add_option(
@@ -235,6 +258,7 @@ class BenchCommand {
     if (report.results.empty())
       throw base::Error(fmt::format("--only {}: no operation's name contains it", options_.only));
     if (options_.only.empty()) print_ratios(report);
+    print_overlaps(report);
     nlohmann::json json = report;
     json.update(origin());
     json_.write(json);
@@ -288,7 +312,7 @@ class BenchCommand {
   CLI::App& command_;
   bench::Options options_ = bench::default_options(at::kCPU);
   DeviceOption device_;
-  std::string dtype_ = "bfloat16", model_, peers_, flash3_, selection_ = "own";
+  std::string dtype_ = "bfloat16", model_, peers_, flash3_, selection_ = "model-like";
   std::vector<std::string> phis_ = {"mean", "mlp"};
   JsonOption json_;
   bool targets_ = false;

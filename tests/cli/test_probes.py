@@ -220,12 +220,40 @@ def test_bench_times_some_operations(tmp_path):
     assert "--only dense: no operation's name contains it" in refused("bench", *TINY_BENCH, "--only", "dense")
 
 
-@pytest.mark.parametrize("selection", ["random", "clustered"])
+@pytest.mark.parametrize("selection", ["own", "random", "clustered", "model-like"])
 def test_bench_attends_to_given_blocks(selection, tmp_path):
-    out, _ = result(tmp_path, "bench", *TINY_BENCH, "--selection", selection, "--phi", "mean", "--no-plain")
+    out, text = result(tmp_path, "bench", *TINY_BENCH, "--selection", selection, "--phi", "mean", "--no-plain")
     assert out["settings"]["selection"] == selection
+    assert out["neighbour_overlap"] == [{"length": length, "measured": None} for length in (64, 96)]
+    assert f"neighbour overlap, {selection} selection: no choice at 64, no choice at 96" in text
     assert all(ratio["over_dense"] > 0 and ratio["over_plain"] is None for ratio in out["ratios"])
     assert not any(r["op"].startswith("plain") for r in out["results"])
+
+
+def test_bench_selects_as_models_do_by_default(tmp_path):
+    tiny = TINY_BENCH[2:]  # but for the lengths
+    command = [
+        "bench",
+        "--lengths",
+        2048,
+        *tiny,
+        "--topk",
+        4,
+        "--block-size",
+        16,
+        "--only",
+        "selected",
+        "--no-backward",
+    ]
+    out, text = result(tmp_path, *command)
+    assert (out["settings"]["selection"], out["settings"]["neighbour_overlap"]) == ("model-like", 0.8)
+    (overlap,) = out["neighbour_overlap"]
+    assert overlap["length"] == 2048 and overlap["measured"] == pytest.approx(0.8, abs=0.01)
+    out, text = result(tmp_path, *command, "--neighbour-overlap", 0.3)
+    (overlap,) = out["neighbour_overlap"]
+    assert overlap["measured"] > 0.7 and f"{overlap['measured']:.3f} at 2048 (the least possible)" in text
+    out, _ = result(tmp_path, *command, "--selection", "own")
+    assert out["neighbour_overlap"] == [] and "neighbour_overlap" not in out["settings"]
 
 
 def test_bench_of_minimax_m3(tmp_path):
@@ -282,6 +310,7 @@ def test_bench_marks_what_it_extrapolates(tmp_path):
         ["--phi", "max"],
         ["--lengths", "x"],
         ["--selection", "all"],
+        ["--neighbour-overlap", "1.1"],
         ["--only", "selected", "--no-parts"],
         ["--only", "selected", "--targets"],
     ],

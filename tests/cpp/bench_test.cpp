@@ -5,7 +5,9 @@
 #include <cstdio>
 #include <fstream>
 #include <set>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "bench/costs.h"
@@ -147,7 +149,7 @@ TEST(BenchCosts, CountsTheBytesOfEveryTensorOnce) {
 TEST(BenchSelection, ChoosesAscendingBlocksWithTheForcedOnes) {
   const NSAConfig cfg;
   constexpr std::int64_t length = 8192, heads = 2;
-  for (const auto selection : {Selection::kRandom, Selection::kClustered}) {
+  for (const auto selection : {Selection::kRandom, Selection::kClustered, Selection::kModelLike}) {
     const auto all = chosen_blocks(selection, cfg, length, heads);
     ASSERT_EQ(all.size(), static_cast<std::size_t>(length * heads * cfg.topk));
     for (std::int64_t row = 0; row < length * heads; ++row) {
@@ -163,22 +165,65 @@ TEST(BenchSelection, ChoosesAscendingBlocksWithTheForcedOnes) {
   EXPECT_TRUE(chosen_blocks(Selection::kOwn, cfg, length, heads).empty());
 }
 
-/// The share of a query's blocks that the query before took too, where there is a choice.
-double shared_by_neighbours(Selection selection) {
-  const NSAConfig cfg;
-  constexpr std::int64_t length = 16384;
-  const auto all = chosen_blocks(selection, cfg, length, 1);
-  std::int64_t shared = 0, rows = 0;
-  for (std::int64_t t = 8192; t < length; ++t, ++rows) {
-    const auto row = all.begin() + t * cfg.topk, before = row - cfg.topk;
-    shared += std::count_if(row, row + cfg.topk, [&](auto b) { return std::find(before, row, b) != row; });
+double overlap_of(Selection selection, const NSAConfig& cfg, std::int64_t length, double target = kModelOverlap) {
+  constexpr std::int64_t kv_heads = 2;
+  const auto blocks = chosen_blocks(selection, cfg, length, kv_heads, target);
+  return neighbour_overlap(blocks, cfg, kv_heads).value();
+}
+
+TEST(BenchSelection, OverlapCountsForcedBlocksOfQueriesWithAChoice) {
+  const NSAConfig cfg{.block_size = 16, .topk = 3};
+  const std::int64_t length = 66, choice = 48;  // 3 blocks of 16 are no choice
+  std::vector<std::int32_t> blocks(static_cast<std::size_t>(length * 2 * 3), -1);
+  const auto set = [&](std::int64_t t, std::int64_t head, std::initializer_list<std::int32_t> row) {
+    std::copy(row.begin(), row.end(), blocks.begin() + (t * 2 + head) * 3);
+  };
+  EXPECT_FALSE(neighbour_overlap(std::span(blocks).first(choice * 2 * 3), cfg, 2));
+  for (std::int64_t t = 0; t < length; ++t) {
+    for (const std::int64_t head : {0, 1}) set(t, head, {0, 1, 2});
   }
-  return static_cast<double>(shared) / static_cast<double>(rows * cfg.topk);
+  EXPECT_EQ(neighbour_overlap(blocks, cfg, 2), 1);
+  set(50, 0, {0, 2, 3});  // differs from the query before and from the query behind
+  set(65, 1, {0, 3, 4});
+  EXPECT_DOUBLE_EQ(neighbour_overlap(blocks, cfg, 2).value(), 1 - 4. / (18 * 2 * 3));
 }
 
 TEST(BenchSelection, NeighboursShareThreeQuartersWhereTheyAreClustered) {
-  EXPECT_LT(shared_by_neighbours(Selection::kRandom), 0.3);
-  EXPECT_NEAR(shared_by_neighbours(Selection::kClustered), 0.74, 0.03);
+  EXPECT_LT(overlap_of(Selection::kRandom, {}, 32768), 0.33);
+  EXPECT_NEAR(overlap_of(Selection::kClustered, {}, 32768), 0.75, 0.02);
+}
+
+TEST(BenchSelection, ModelLikeNeighboursShareWhatIsAskedFor) {
+  const NSAConfig paper, recipe{.kernel_size = 8, .kernel_stride = 8, .block_size = 32, .topk = 32};
+  for (const auto& cfg : {paper, recipe}) {
+    for (const double target : {0.66, 0.8, 0.94}) {
+      EXPECT_NEAR(overlap_of(Selection::kModelLike, cfg, 4096, target), target, 0.005);
+    }
+    EXPECT_NEAR(overlap_of(Selection::kModelLike, cfg, 32768), 0.8, 0.005);
+  }
+  const NSAConfig unforced{.topk = 4, .init_blocks = 0, .local_blocks = 1};
+  EXPECT_NEAR(overlap_of(Selection::kModelLike, unforced, 16384, 0.5), 0.5, 0.01);
+}
+
+TEST(BenchSelection, ModelLikeReachesFromRandomToTheSameBlocks) {
+  const double random = overlap_of(Selection::kRandom, {}, 4096);
+  EXPECT_GT(random, 0.5);
+  EXPECT_NEAR(overlap_of(Selection::kModelLike, {}, 4096, 0.1), random, 0.01);
+  EXPECT_NEAR(overlap_of(Selection::kModelLike, {}, 4096, random + 0.02), random + 0.02, 0.003);
+  EXPECT_GT(overlap_of(Selection::kModelLike, {}, 4096, 1), 0.995);  // all but the own block where it begins
+}
+
+/// Four queries of MiniMax-M3 have 22.1 blocks in all where neighbours share 0.874 (vLLM #55372).
+TEST(BenchSelection, FourModelLikeQueriesHaveTheUnionOfAModel) {
+  const NSAConfig cfg{.block_size = 128};
+  constexpr std::int64_t length = 32768;
+  const auto blocks = chosen_blocks(Selection::kModelLike, cfg, length, 1, 0.874);
+  double all = 0, tiles = 0;
+  for (std::int64_t t = cfg.topk * cfg.block_size; t < length; t += 4, ++tiles) {
+    const auto begin = blocks.begin() + t * cfg.topk;
+    all += static_cast<double>(std::set<std::int32_t>(begin, begin + 4 * cfg.topk).size());
+  }
+  EXPECT_NEAR(all / tiles, 22.1, 0.5);
 }
 
 class BenchPeersTest : public testing::Test {

@@ -15,7 +15,7 @@ struct SelectionStats {
   double unforced_share = 0;     // of all picks, those that were neither first nor local blocks
   double entropy = 0;            // nats, of the unforced picks of a sequence over its blocks
   double entropy_max = 0;        // nats, if they were spread evenly over all blocks that could be picked
-  double neighbour_overlap = 0;  // share of a query's blocks that the previous query selected too, among unforced ones
+  double neighbour_overlap = 0;  // share of blocks that the previous query selected too, of queries that have a choice
 };
 
 /// True for a block that every query at position t takes.
