@@ -98,4 +98,17 @@ inline std::int64_t int32_at(const TensorView& view, std::int64_t i) {
   return view.as<const std::int32_t>()[i * view.stride[0]];
 }
 
+// The weights of the compression function and the rotation of compressed keys, which several operations take.
+
+/// `prefix` names the parameter ("weights."); `Hkv` and `D` are those of the tensor that is compressed.
+void check_weights(Checker& check, const std::string& prefix, const CompressionWeights& weights, const NSAConfig& cfg,
+                   Dim Hkv, Dim D);
+
+/// Gradients of those weights that were asked for, in the shapes of the weights.
+void check_weight_gradients(Checker& check, const std::string& prefix, const CompressionWeights& gradients,
+                            const CompressionWeights& weights);
+
+/// The angles that rotate compressed keys, both tables or none; returns their positions.
+std::int64_t check_rotation(Checker& check, const TensorView& cos, const TensorView& sin, const Dim& Dk);
+
 }  // namespace nsa

@@ -4,7 +4,6 @@
 #include <string>
 
 #include "core/validation/check.h"
-#include "core/validation/check_weights.h"
 #include "core/validation/validate.h"
 
 namespace nsa {

@@ -6,7 +6,6 @@
 
 #include "core/cache_step.h"
 #include "core/validation/check.h"
-#include "core/validation/check_weights.h"
 #include "core/validation/validate.h"
 
 namespace nsa {

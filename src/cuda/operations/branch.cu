@@ -1,5 +1,8 @@
 #include "cuda/operations/branch.h"
 
+#include "cuda/operations/branch_backward.h"
+#include "cuda/operations/branch_forward.h"
+
 namespace nsa::cuda {
 
 InverseArgs take_lists(const Branch& b, Arena& arena, bool entry_slots) {
@@ -26,6 +29,24 @@ InverseArgs take_lists(const Branch& b, Arena& arena, bool entry_slots) {
                          .row = args.topk,
                          .head = all.q * args.topk};
   return args;
+}
+
+Status run(const CompressedAttentionParams& p, Execution& e) { return forward(p, p.v_c, e); }
+
+Status run(const CompressedAttentionBackwardParams& p, Execution& e) {
+  return single_backward(p, p.d_k_c, p.d_v_c, &p.forward.cfg, e);
+}
+
+Status run(const SelectedAttentionParams& p, Execution& e) { return forward(p, p.v, e); }
+
+Status run(const SelectedAttentionBackwardParams& p, Execution& e) {
+  return single_backward(p, p.d_k, p.d_v, nullptr, e);
+}
+
+Status run(const SlidingWindowAttentionParams& p, Execution& e) { return forward(p, p.v, e); }
+
+Status run(const SlidingWindowAttentionBackwardParams& p, Execution& e) {
+  return single_backward(p, p.d_k, p.d_v, nullptr, e);
 }
 
 }  // namespace nsa::cuda

@@ -1,4 +1,6 @@
+// The attention of each branch by itself.
 #include "cpu/kernels/branches.h"
+
 #include "cpu/kernels/for_dtype.h"
 #include "cpu/kernels/kernels.h"
 
@@ -12,7 +14,7 @@ struct Worker {
 };
 
 template <class In>
-void forward(const SelectedAttentionParams& p, const Context& context) {
+void attend_to_selected(const SelectedAttentionParams& p, const Context& context) {
   const Queries<In> queries(p.q, p.k.size(-2), sequences_of(p.q, p.k.size(1), p.packed, {}), p.softmax_scale);
   const SelectedBranch<In> branch(queries, p.k, p.v, p.block_size, context);
   const std::int64_t blocks = p.indices.size(-1);
@@ -35,8 +37,25 @@ void forward(const SelectedAttentionParams& p, const Context& context) {
 
 }  // namespace
 
+Status run(const CompressedAttentionParams& p, const Context& context) {
+  for_dtype(p.q.dtype, [&]<class In>() {
+    const Queries<In> queries(p.q, p.k_c.size(-2), sequences_of(p.q, raw_length(p.q, p.seqlen_k), p.packed, p.cfg),
+                              p.softmax_scale);
+    attend_to_branch(queries, CompressedBranch<In>(queries, p.k_c, p.v_c, p.cfg, context), p.o, p.lse, context);
+  });
+  return {};
+}
+
 Status run(const SelectedAttentionParams& p, const Context& context) {
-  for_dtype(p.q.dtype, [&]<class In>() { forward<In>(p, context); });
+  for_dtype(p.q.dtype, [&]<class In>() { attend_to_selected<In>(p, context); });
+  return {};
+}
+
+Status run(const SlidingWindowAttentionParams& p, const Context& context) {
+  for_dtype(p.q.dtype, [&]<class In>() {
+    const Queries<In> queries(p.q, p.k.size(-2), sequences_of(p.q, p.k.size(1), p.packed, {}), p.softmax_scale);
+    attend_to_branch(queries, WindowBranch<In>(queries, p.k, p.v, p.window_size, context), p.o, p.lse, context);
+  });
   return {};
 }
 
