@@ -48,8 +48,7 @@ SlidingWindowAttentionParams params_of(const Tensor& q, const Tensor& k, const T
 
 /// o and lse of the operation.
 template <class Params>
-Tensors<2> attend(Status (*operation)(const Params&, const Context&), Params params, const Tensor& q,
-                  const Tensor& v) {
+Tensors<2> attend(Status (*operation)(const Params&, const Context&), Params params, const Tensor& q, const Tensor& v) {
   Tensor o = make_o(q, v);
   Tensor lse = make_lse(q);
   params.o = output(o, "o");
@@ -132,11 +131,10 @@ Tensors<3> selected_attention_backward(const Tensor& d_o, const Tensor& q, const
                                        std::int64_t block_size, Scale softmax_scale, const PackedArguments& packed,
                                        const Bools& needs) {
   expect_needs(needs, 3);
-  return differentiate(
-      nsa::selected_attention_backward,
-      backward_of<SelectedAttentionBackwardParams>(
-          params_of(q, k, v, indices, block_size, softmax_scale, packed.views()), d_o, o, lse),
-      q, k, v, needs);
+  return differentiate(nsa::selected_attention_backward,
+                       backward_of<SelectedAttentionBackwardParams>(
+                           params_of(q, k, v, indices, block_size, softmax_scale, packed.views()), d_o, o, lse),
+                       q, k, v, needs);
 }
 
 Tensors<2> sliding_window_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::int64_t window_size,

@@ -10,6 +10,11 @@ class Ranks;
 
 namespace nsa::cli {
 
+/// How a subcommand ends the program with a code other than 0 that is not an error.
+struct Exit {
+  int code;
+};
+
 /// `ranks`: the processes that train together.
 void add_train(CLI::App& app, const lm::Ranks& ranks);
 void add_generate(CLI::App& app);

@@ -12,10 +12,8 @@
 
 #include "base/error.h"
 #include "cli/baseline.h"
-#include "cli/checkpoint.h"
 #include "cli/commands.h"
-#include "cli/machine.h"
-#include "cli/output.h"
+#include "cli/options.h"
 #include "lm/data/packing.h"
 #include "lm/train/compare.h"
 #include "lm/train/evaluate.h"

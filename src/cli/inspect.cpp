@@ -8,10 +8,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "cli/checkpoint.h"
 #include "cli/commands.h"
-#include "cli/machine.h"
-#include "cli/output.h"
+#include "cli/options.h"
 #include "lm/probes/inspect.h"
 #include "lm/run/open.h"
 

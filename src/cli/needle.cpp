@@ -9,10 +9,8 @@
 #include <vector>
 
 #include "cli/baseline.h"
-#include "cli/checkpoint.h"
 #include "cli/commands.h"
-#include "cli/machine.h"
-#include "cli/output.h"
+#include "cli/options.h"
 #include "lm/probes/needle.h"
 
 namespace nsa::cli {

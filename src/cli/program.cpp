@@ -20,7 +20,6 @@
 #include "base/files.h"
 #include "cli/arguments.h"
 #include "cli/commands.h"
-#include "cli/exit.h"
 #include "lm/train/ranks.h"
 #include "nsa/backend.h"
 

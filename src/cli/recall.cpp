@@ -12,9 +12,7 @@
 #include "base/names.h"
 #include "cli/baseline.h"
 #include "cli/commands.h"
-#include "cli/exit.h"
-#include "cli/machine.h"
-#include "cli/output.h"
+#include "cli/options.h"
 #include "lm/probes/recall.h"
 
 namespace nsa::cli {

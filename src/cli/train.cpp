@@ -16,10 +16,9 @@
 #include "base/error.h"
 #include "base/names.h"
 #include "cli/commands.h"
-#include "cli/device.h"
-#include "cli/exit.h"
+#include "cli/options.h"
 #include "lm/data/tokenizer.h"
-#include "lm/model/parameter_counts.h"
+#include "lm/model/counts.h"
 #include "lm/run/pretrained.h"
 #include "lm/train/trainer.h"
 

@@ -13,7 +13,7 @@
 
 #include <algorithm>
 
-#include "lm/baselines/spans.h"
+#include "lm/baselines/baseline.h"
 
 namespace nsa::lm {
 namespace {

@@ -17,6 +17,11 @@ struct LinearWeight {
   bool weights_ready = false;  // no kernel in the stream still writes it, so it may be prefetched
 };
 
+/// Fused weights: the parameters in the dtype of the linear layers, concatenated where layers share an input.
+/// Copies in `dtype`, the tensors of a group one below the other; an undefined tensor, alone in its group, stays
+/// undefined. Differentiable. On a GPU one kernel copies all, and one the gradients.
+std::vector<at::Tensor> concat_cast(const std::vector<std::vector<at::Tensor>>& groups, at::ScalarType dtype);
+
 /// x (rows, depth) -> (rows, columns).
 at::Tensor linear(const at::Tensor& x, const LinearWeight& weight);
 

@@ -7,7 +7,6 @@
 #include <cmath>
 #include <utility>
 
-#include "lm/layers/fused_weights.h"
 #include "lm/layers/linear.h"
 
 namespace nsa::lm {

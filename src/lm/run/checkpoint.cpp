@@ -12,7 +12,7 @@
 #include <optional>
 
 #include "base/error.h"
-#include "lm/model/parameter_counts.h"
+#include "lm/model/counts.h"
 #include "lm/run/config.h"
 #include "lm/run/pretrained.h"
 

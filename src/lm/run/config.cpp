@@ -9,7 +9,7 @@
 #include "base/files.h"
 #include "base/json.h"
 #include "base/json_fields.h"
-#include "lm/model/parameter_counts.h"
+#include "lm/model/counts.h"
 #include "nsa/backend.h"
 
 namespace nsa::lm {

@@ -16,7 +16,7 @@
 #include "base/json.h"
 #include "base/json_fields.h"
 #include "base/names.h"
-#include "lm/model/parameter_counts.h"
+#include "lm/model/counts.h"
 #include "lm/run/checkpoint.h"
 
 namespace nsa::lm {

@@ -1,4 +1,4 @@
-#include "lm/train/deferred_metrics.h"
+#include "lm/train/run_ahead.h"
 
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros.h>
@@ -6,10 +6,25 @@
 #include <fmt/core.h>
 
 #include <cmath>
+#include <utility>
 
 #include "base/error.h"
 
 namespace nsa::lm {
+
+StepThrottle::StepThrottle(at::Device device) : device_(device) {}
+
+void StepThrottle::step() {
+  if (!device_.is_cuda()) return;
+  c10::Event now(device_.type());
+  now.record(c10::Stream(c10::Stream::DEFAULT, device_));
+  if (before_) before_->synchronize();
+  before_ = std::move(now);
+}
+
+void StepThrottle::finish() {
+  if (before_) before_->synchronize();
+}
 
 DeferredMetrics::DeferredMetrics(at::Device device)
     : loss_sum_(at::zeros({}, at::TensorOptions(device).dtype(at::kDouble))),
