@@ -10,9 +10,8 @@ import json
 import sys
 
 from tables.bench import PASSES, Bench
-from tables.cpu import cpu_end_to_end, cpu_operations
 from tables.decoding import decode
-from tables.gpu import gpu_end_to_end, gpu_h100, gpu_recipe
+from tables.end_to_end import cpu_end_to_end, cpu_operations, gpu_end_to_end, gpu_h100, gpu_recipe
 from tables.llama import llama
 from tables.operations import operations, portable, through_python
 from tables.peers import peers

@@ -26,7 +26,7 @@ if [[ -d bundle/usr ]]; then
   cp -r bundle "$out/"
   rm -rf "$out"/bundle/usr/{src,include/g{test,mock}} "$out"/bundle/usr/lib/*/lib{g{test,mock},sentencepiece}*
 fi
-"$python" - "$out" "$(tools/gpu/hash_sources.sh)" "$(git rev-parse --short HEAD)" "$architecture" "$instances" "$dims" <<'PY'
+"$python" - "$out" "$("$python" tools/gpu/check_prebuilt.py --sources)" "$(git rev-parse --short HEAD)" "$architecture" "$instances" "$dims" <<'PY'
 import json, sys, time, torch
 out, sources, commit, architecture, instances, dims = sys.argv[1:]
 about = {"commit": commit, "sources": sources, "torch": torch.__version__, "architecture": architecture}

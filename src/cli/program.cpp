@@ -8,23 +8,59 @@
 
 #include <CLI/CLI.hpp>
 #include <cerrno>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <exception>
 #include <filesystem>
+#include <limits>
 #include <new>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #include "base/error.h"
 #include "base/files.h"
-#include "cli/arguments.h"
 #include "cli/commands.h"
 #include "lm/train/ranks.h"
 #include "nsa/backend.h"
 
 namespace nsa::cli {
 namespace {
+
+/// CLI11's check of an argument: empty when `text` is a T.
+template <class T>
+std::string check_number(const std::string& text) {
+  const char *begin = text.data() + text.starts_with('+'), *const end = text.data() + text.size();
+  T value{};
+  const auto [behind, error] = std::from_chars(begin, end, value);
+  const bool sound = error == std::errc() && behind == end;
+  if constexpr (std::is_floating_point_v<T>) {
+    return sound && std::isfinite(value) ? "" : fmt::format("{}: must be a finite number", text);
+  } else {
+    using Limits = std::numeric_limits<T>;
+    return sound ? "" : fmt::format("{}: must be an integer {} ... {}", text, Limits::min(), Limits::max());
+  }
+}
+
+std::string check_text(const std::string& text) { return text.empty() ? "must not be empty" : ""; }
+
+/// For every option of `app` and its subcommands: integers must fit their type, other numbers must be finite. CLI11
+/// takes the nearest integer there is, lets an unsigned one wrap around, and takes nan and inf. A path, a name or a
+/// text must not be empty, but for --prompt (a new document) and --extension (of names without one).
+void refuse_unusable_arguments(CLI::App& app) {
+  for (CLI::Option* const option : app.get_options()) {
+    const std::string type = option->get_type_name();  // with the names of the checks it has
+    if (type.starts_with("INT")) option->check(check_number<std::int64_t>, "");
+    if (type.starts_with("UINT")) option->check(check_number<std::uint64_t>, "");
+    if (type.starts_with("FLOAT")) option->check(check_number<double>, "");
+    const bool may_be_empty = option->check_lname("prompt") || option->check_lname("extension");
+    if (type.starts_with("TEXT") && !may_be_empty) option->check(check_text, "");
+  }
+  for (CLI::App* const subcommand : app.get_subcommands(nullptr)) refuse_unusable_arguments(*subcommand);
+}
 
 /// Replaces a closed standard stream by one that fails, so that no file opened later gets its descriptor.
 void keep_standard_streams() {

@@ -25,6 +25,14 @@ struct RotaryCopyArgs;
 fused::RotaryCopyArgs rotary_copy_args(const std::vector<RotaryCopy>& copies, const at::Tensor& cos,
                                        const at::Tensor& sin);
 
+// Activations of the feed-forward network and the gates, differentiable; one kernel each on CUDA.
+
+/// silu(gate) * up of x = (gate, up), (rows, 2 * n) -> (rows, n).
+at::Tensor swiglu(const at::Tensor& x);
+
+/// silu(x + bias), x (rows, n), bias (n).
+at::Tensor biased_silu(const at::Tensor& x, const at::Tensor& bias);
+
 bool swiglu_is_fused(const at::Tensor& x);
 /// silu(gate) * up of x = (gate, up), (rows, 2 * width) -> (rows, width).
 at::Tensor fused_swiglu(const at::Tensor& x);

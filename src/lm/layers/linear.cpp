@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "bridge/call.h"
-#include "lm/layers/activations.h"
 #include "lm/layers/elementwise.h"
 #include "lm/layers/elementwise_kernels.h"
 #include "lm/layers/skinny_gemm_kernels.h"

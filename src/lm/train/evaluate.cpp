@@ -5,13 +5,14 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
+#include <cstdint>
 #include <nlohmann/json.hpp>
 #include <span>
 
 #include "base/device.h"
 #include "base/error.h"
-#include "lm/data/recurrences.h"
 #include "lm/model/selection_stats.h"
 
 namespace nsa::lm {
@@ -30,6 +31,36 @@ std::vector<std::int64_t> position_edges(std::int64_t context) {
 
 /// Bounds of recurrence distances: the default window, the tokens that NSA selects by default, half of a context.
 constexpr std::array<std::int64_t, 5> kRecurrenceEdges = {1, 513, 1025, 4097, 1 << 30};
+
+/// For each i >= 1: the distance from the n-gram of `match` tokens and `tokens[i]` to its previous occurrence, or 0
+/// without one; tokens.size() - 1 distances.
+std::vector<std::int64_t> recurrence_distances(std::span<const std::int32_t> tokens, std::int64_t match) {
+  const auto count = static_cast<std::int64_t>(tokens.size());
+  std::vector<std::int64_t> distances(static_cast<std::size_t>(std::max<std::int64_t>(0, count - 1)));
+  // Where match + 1 tokens ended last, by their hash, with linear probing.
+  constexpr std::int64_t kNone = -1;
+  std::vector<std::int64_t> last(std::bit_ceil(2 * tokens.size() + 1), kNone);
+  constexpr std::uint64_t kBase = 0x9e3779b97f4a7c15;
+  std::uint64_t hash = 0, oldest = 1;  // kBase^match
+  for (std::int64_t i = 0; i < match; ++i) oldest *= kBase;
+  const auto value = [&](std::int64_t i) {
+    return static_cast<std::uint64_t>(tokens[static_cast<std::size_t>(i)]) + 1;
+  };
+  const auto same = [&](std::int64_t i, std::int64_t j) {
+    const auto first = tokens.begin() + (i - match);
+    return std::equal(first, first + match + 1, tokens.begin() + (j - match));
+  };
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (i > match) hash -= value(i - match - 1) * oldest;
+    hash = hash * kBase + value(i);
+    if (i < match) continue;
+    std::size_t at = (hash ^ hash >> 32) & (last.size() - 1);
+    while (last[at] != kNone && !same(last[at], i)) at = (at + 1) & (last.size() - 1);
+    if (last[at] != kNone) distances[static_cast<std::size_t>(i - 1)] = i - last[at];
+    last[at] = i;
+  }
+  return distances;
+}
 
 /// Of parts with these edges.
 std::vector<LossPart> parts_between(std::span<const std::int64_t> edges) {
