@@ -9,9 +9,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
+import nsa
+
 sys.path.insert(0, str(Path(__file__).parent))  # devices.py and problem.py
 
-from devices import BACKENDS, running
+from devices import BACKENDS, head_dims, running
+from problem import SMALL
 
 
 @pytest.fixture(params=BACKENDS)
@@ -31,3 +34,11 @@ def device(request):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(1)
+    layer = nsa.NativeSparseAttention(32, 4, 2, *head_dims(16, 24), SMALL).eval().requires_grad_(False)
+    torch.nn.init.normal_(layer.gate[2].weight)
+    return layer

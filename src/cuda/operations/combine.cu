@@ -1,4 +1,4 @@
-#include "cuda/operations/combine.h"
+#include "cuda/operations/operations.h"
 
 #include "cuda/portable/instances.h"
 

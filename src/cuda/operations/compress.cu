@@ -1,5 +1,5 @@
 // compress and compress_backward of the portable backend: arguments of kernels, and their launches.
-#include "cuda/operations/compress.h"
+#include "cuda/operations/operations.h"
 
 #include "cuda/common/device.h"
 #include "cuda/common/fill.h"

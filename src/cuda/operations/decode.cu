@@ -1,7 +1,6 @@
 // decode and prefill: arguments of kernels, and their launches.
 #include "cuda/operations/cache_views.h"
-#include "cuda/operations/compress.h"
-#include "cuda/operations/prefill.h"
+#include "cuda/operations/operations.h"
 #include "cuda/operations/select_blocks.h"
 #include "cuda/portable/decode/step.cuh"
 #include "cuda/portable/decode/step_kernels.h"

@@ -3,7 +3,7 @@
 #include "core/native_sparse_attention.h"
 
 #include "cuda/operations/branch.h"
-#include "cuda/operations/compress.h"
+#include "cuda/operations/operations.h"
 
 namespace nsa::cuda {
 namespace {

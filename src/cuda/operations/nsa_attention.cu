@@ -4,8 +4,7 @@
 #include "cuda/common/fill.h"
 #include "cuda/operations/branch_backward.h"
 #include "cuda/operations/branch_forward.h"
-#include "cuda/operations/combine.h"
-#include "cuda/operations/nsa_attention.h"
+#include "cuda/operations/operations.h"
 #include "cuda/operations/select_blocks.h"
 #include "cuda/operations/stored_selection.h"
 

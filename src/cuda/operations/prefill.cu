@@ -1,7 +1,6 @@
-#include "cuda/operations/prefill.h"
 
 #include "cuda/operations/cache_views.h"
-#include "cuda/operations/nsa_attention.h"
+#include "cuda/operations/operations.h"
 #include "cuda/sm90/decode/gather_chunk.h"
 
 namespace nsa::cuda {
