@@ -91,7 +91,7 @@ def hub(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site that `make docs` builds, with the wheel's docstrings: no warning, and a place for every public name."""
+    """The site that `make docs` builds, with the wheel's docstrings: no warning, every public name documented."""
     install_wheel(session, PINNED, *nox.project.dependency_groups(PROJECT, "docs"))
     site = str(Path(session.create_tmp()).absolute() / "site")
     session.run(*"python -m sphinx -q -W --keep-going -n -E docs".split(), site)

@@ -16,7 +16,7 @@ html_copy_source = False
 smartquotes = False
 myst_heading_anchors = 6  # links to headings, as GitHub has them
 
-# Docstrings have Google's sections, and names in single backticks: a link where the name has a place here.
+# Docstrings have Google's sections, and names in single backticks: a link where the name is documented here.
 default_role = "py:obj"
 nitpick_ignore_regex = [("py:obj", ".*"), ("py:.*", r"Tensor|(torch|transformers|collections)\..*")]
 napoleon_use_param = napoleon_use_rtype = False

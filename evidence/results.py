@@ -1,6 +1,6 @@
 """Results of a plan: PLAN.jsonl, a line of what its runs share, then a line for each model and seed.
 
-What a run gives is kept as far as the pages and statistics use it. Shared are the plan's options, the data's
+Results of a run are stored as far as the pages and statistics use it. Shared are the plan's options, the data's
 fingerprint, and the number of tokens in each held-out row, by part; a run that differs there is refused.
 """
 

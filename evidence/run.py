@@ -10,7 +10,7 @@
 
 All models of a plan (plans.py) share the length of training, the data, their order and the seed. `nsa eval`, `inspect`
 and, where the plan has it, `needle` evaluate what was trained. A result is a line of PLAN.jsonl in --results, written
-when its run has ended and has been evaluated. Runs are kept in --out. When all models are evaluated, full attention is
+when its run has ended and has been evaluated. --out has the runs. When all models are evaluated, full attention is
 evaluated with the training-free sparse baselines too, if its runs exist.
 
 What follows `--` goes to every `nsa train` (or `recall`); later options override the plan's. Results that differ in it

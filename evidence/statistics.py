@@ -39,7 +39,7 @@ def parts(name, chosen):
     return of
 
 
-# Tokens that also stood behind the same eight tokens before (BPE: three), by how long ago.
+# Recurring tokens: those that followed the same eight tokens before (BPE: three), by distance.
 far_recurrences = parts("by_recurrence", lambda low, high: low > 4096)
 non_recurring = parts("by_recurrence", lambda low, high: high == 0)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Do includes run one way, and is a folder a namespace? check_folders.py
 
-ARROWS is the order of the rooms: a file may include files of its own folder, the public headers (nsa/) and the folders
+ARROWS is the order of folders: a file may include files of its own folder, the public headers (nsa/) and the folders
 named there. A folder without an entry belongs to the nearest one above it that has one. NAMESPACES has the folders
 whose namespace is not their path; files in them share it. A file may open further namespaces.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 FAMILIES = ["range_attention", "select_blocks", "selected_attention", "compress", "decode"]
-LM = [f"lm/{room}" for room in ["layers", "model", "data", "generate", "run", "train", "probes"]]
+LM = [f"lm/{folder}" for folder in ["layers", "model", "data", "generate", "run", "train", "probes"]]
 PROGRAM = ["base", "bridge"]
 ARROWS = {
     "base": [],
@@ -59,15 +59,15 @@ NAMESPACES = {
 }
 
 
-def room(path: str, rooms: Iterable[str] = ARROWS) -> str | None:
-    """The one of `rooms` that a file of src/ belongs to."""
-    folders = path.split("/")[:-1]
-    above = ("/".join(folders[:length]) for length in range(len(folders), 0, -1))
-    return next((folder for folder in above if folder in rooms), None)
+def owner(path: str, folders: Iterable[str] = ARROWS) -> str | None:
+    """The one of these folders that a file of src/ belongs to."""
+    parts = path.split("/")[:-1]
+    above = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((folder for folder in above if folder in folders), None)
 
 
 def namespace(path: str) -> str:
-    shared = room(path, NAMESPACES)
+    shared = owner(path, NAMESPACES)
     return NAMESPACES[shared] if shared else "nsa::" + "::".join(path.split("/")[:-1])
 
 
@@ -75,7 +75,7 @@ def main() -> int:
     files = subprocess.run(["git", "-C", SOURCE, "ls-files"], check=True, capture_output=True, text=True).stdout
     wrong = []
     for name in files.splitlines():
-        own = room(name)
+        own = owner(name)
         if own is None or not re.search(r"\.(h|cuh|cpp|cu)$", name) or not (SOURCE / name).is_file():
             continue
         text = (SOURCE / name).read_text()
@@ -86,7 +86,7 @@ def main() -> int:
             include = re.match(r'#include "([^"]+)"', line)
             if not include or include[1].startswith("nsa/"):
                 continue
-            if room(include[1]) not in [own, *ARROWS[own]]:
+            if owner(include[1]) not in [own, *ARROWS[own]]:
                 wrong.append(f"src/{name}:{number}: {own} may not include {include[1]}")
     print("\n".join(wrong), end="\n" if wrong else "")
     return 1 if wrong else 0

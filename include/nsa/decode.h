@@ -45,9 +45,9 @@ struct KVCacheView {
 };
 
 /// Appends the new tokens, compresses the blocks that they complete, attends, then advances cache_seqlens.
-/// Query r of a sequence stands at cache_seqlens + r. A sequence without capacity writes nothing, keeps its length,
-/// gets o = 0 and sets `overflow`. On a device that is also what happens where lengths or tables lead out of bounds, or
-/// the rotation's angles do not reach.
+/// Query r of a sequence is at position cache_seqlens + r. A sequence without capacity writes nothing, keeps its
+/// length, gets o = 0 and sets `overflow`. On a device that is also what happens where lengths or tables lead out of
+/// bounds, or the rotation's angles do not reach.
 struct DecodeParams {
   TensorView q;             // (B, m, H, Dk), rotated
   TensorView k_cmp, v_cmp;  // (B, m, Hkv, D): the new tokens' raw keys and values, not rotated

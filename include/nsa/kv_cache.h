@@ -30,7 +30,7 @@ struct KVCacheOptions {
   std::int64_t num_pages = 0;  // pages for all sequences together; 0: enough for every sequence at capacity
   // One scale per KV head. If given, what attention reads is stored in kFloat8E4M3 (KVCacheView), else in `dtype`.
   std::vector<float> k_scale, v_scale;
-  std::int64_t num_prefixes = 0;  // prefixes kept at a time, each with its own rings; needs page_size
+  std::int64_t num_prefixes = 0;  // prefixes cached at a time, each with its own rings; needs page_size
   Device device;
   void* stream = nullptr;      // cudaStream_t of `device`, on which the steps run, too
   KVCacheAllocator allocator;  // both functions, or none: C++ memory, or cudaMallocAsync
@@ -44,18 +44,18 @@ struct PageCopies {
   std::vector<Copy> tokens, compressed;
 };
 
-/// The pages of each sequence and of the kept prefixes. Tracks page numbers only. The owner of the memory copies pages
-/// and rings, and uploads tables(). A shared page is full and never written. When pages run out, kept prefixes are
-/// evicted, the least recently used first. A refused call changes nothing.
+/// The pages of each sequence and of the cached prefixes. Tracks page numbers only. The owner of the memory copies
+/// pages and rings, and uploads tables(). A shared page is full and never written. When pages run out, cached prefixes
+/// are evicted, the least recently used first. A refused call changes nothing.
 class PageAllocator {
  public:
   struct PoolSizes {
     std::int64_t page_size = 16, num_pages = 0, max_pages = 0;  // max_pages: of a sequence
   };
-  /// A kept prefix: `length` tokens, 0: none. Its rings are in `slot` of those for prefixes.
+  /// A cached prefix: `length` tokens, 0: none. Its rings are in `slot` of those for prefixes.
   struct Prefix {
     std::int64_t length = 0, slot = -1;
-    bool fresh = false;  // kept by this call: copy the rings into the slot
+    bool fresh = false;  // cached by this call: copy the rings into the slot
   };
 
   PageAllocator() = default;
@@ -74,10 +74,10 @@ class PageAllocator {
   Status fork(std::int64_t parent, std::int64_t child, std::int64_t length);
   void release(std::int64_t sequence);
 
-  /// Keeps the full pages of the sequence's first tokens, whose ids these are, beyond its release. Nothing is kept
+  /// Keeps the full pages of the sequence's first tokens, whose ids these are, beyond its release. Nothing is cached
   /// where a page or a slot is missing.
   Prefix keep_prefix(std::int64_t sequence, std::span<const std::int32_t> tokens, PageCopies& copies);
-  /// The sequence begins with the longest kept prefix of these tokens that leaves one over; nothing if there is none.
+  /// The sequence begins with the longest cached prefix of these tokens that leaves one over; nothing if there is none.
   Prefix match_prefix(std::int64_t sequence, std::span<const std::int32_t> tokens, PageCopies& copies);
 
   /// int32 (B, max_pages) of tokens, behind it (B, max_pages) of compressed tokens; -1: none. One copy uploads both.
@@ -89,7 +89,7 @@ class PageAllocator {
     std::int64_t page_size = 16, max_pages = 0;
     std::size_t table = 0;  // where its table begins
     std::vector<std::int32_t> free;
-    std::vector<std::int32_t> uses;  // of each page, by sequences and by kept prefixes
+    std::vector<std::int32_t> uses;  // of each page, by sequences and by cached prefixes
     std::vector<std::int64_t> held;  // pages of each sequence
 
     std::int64_t pages_for(std::int64_t tokens) const { return (tokens + page_size - 1) / page_size; }
@@ -182,7 +182,7 @@ class KVCache {
   /// many; 0 where that ends more than kRollback below the longest the sequence has been, or nothing is free for it.
   Status keep_prefix(std::int64_t sequence, std::span<const std::int32_t> tokens, std::int64_t& kept);
 
-  /// The empty sequence begins with the longest kept prefix of these tokens that leaves at least one of them to
+  /// The empty sequence begins with the longest cached prefix of these tokens that leaves at least one of them to
   /// compute. `length`: of that prefix, which the sequence then has; 0: none.
   Status match_prefix(std::int64_t sequence, std::span<const std::int32_t> tokens, std::int64_t& length);
 
@@ -233,7 +233,7 @@ class KVCache {
   std::size_t parts_ = 0, state_ = 0;   // how many; the one with tables, lengths, overflow and scales
   std::vector<std::int32_t> uploaded_;  // the tables there
   std::vector<std::int64_t> lengths_;   // on a device: what the host was told
-  std::vector<std::int64_t> longest_;   // since the sequence was empty; then of the kept prefixes
+  std::vector<std::int64_t> longest_;   // since the sequence was empty; then of the cached prefixes
   Status failed_;                       // of a release
 };
 

@@ -1,4 +1,4 @@
-// The attention of one branch, and the choice of blocks.
+// The attention of one branch, and block selection.
 #include <limits>
 
 #include "operations.h"

@@ -126,7 +126,7 @@ Tensor make(const Tensor& like, const Shape& shape, std::optional<ScalarType> dt
   AtenTensorHandle result = nullptr;
   if (aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.data(), strides.data(), type, device_type,
                                device, &result) != AOTI_TORCH_SUCCESS)
-    throw std::runtime_error("out of memory: no room for a tensor of the shape " + text_of(shape));
+    throw std::runtime_error("out of memory: cannot allocate a tensor of the shape " + text_of(shape));
   return Tensor(result);
 }
 

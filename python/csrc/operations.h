@@ -70,7 +70,7 @@ Tensors<10> native_sparse_attention(const BranchArguments& branches, const PhiAr
                                     const PackedArguments& packed, const OptionalTensor& block_indices, bool keep,
                                     bool keep_compressed);
 /// d_q, d_k_cmp, d_v_cmp, d_k_slc, d_v_slc, d_k_swa, d_v_swa, d_gates, d_pe, d_w1, d_b1, d_w2, d_b2 of keys and of
-/// values. k_c and v_c are computed again if they were not kept.
+/// values. k_c and v_c are computed again if they were not saved.
 Tensors<18> native_sparse_attention_backward(const Tensor& d_o, const BranchArguments& branches,
                                              const PhiArguments& weights_k, const PhiArguments& weights_v,
                                              const Tensor& indices, const Tensor& k_c, const Tensor& v_c,

@@ -64,7 +64,7 @@ def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tenso
             cache.overflow.masked_fill_((~empty & (num_new > 0)).any(), 1)
         num_new = num_new.where(empty, 0)
         return call(ops.prefill, *branches, *cache, *layer, num_new, indices, k_scale, v_scale, names=names)
-    # In the order of the schema: no noise, nothing packed, nothing kept for a backward but compressed keys and values.
+    # In the order of the schema: no noise, nothing packed, nothing saved for a backward but compressed keys and values.
     o, selected, k_c, v_c, *_ = call(
         ops.native_sparse_attention, *branches, *layer, 0.0, 0, None, None, 0, 0, indices, False, True, names=names
     )

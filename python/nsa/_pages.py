@@ -93,7 +93,7 @@ def check_sharing(name: str, rows: Sequence[Sequence[int]], full: Sequence[int])
 
 
 class Prefix(NamedTuple):
-    """A prefix that is kept: its tokens, their hash, its place among the rings of prefixes, its pages of both kinds."""
+    """A cached prefix: its tokens, their hash, its slot among the rings of prefixes, its pages of both kinds."""
 
     tokens: tuple[int, ...]
     hash: int
@@ -208,9 +208,9 @@ class PageAllocator:
         return copies
 
     def keep_prefix(self, sequence: int, tokens: tuple[int, ...]) -> tuple[Prefix, Copies | None] | None:
-        """Keeps the full pages of the sequence's first tokens beyond its release; None: a page or a place is missing.
+        """Keeps the full pages of the sequence's first tokens beyond its release; None: a page or a slot is missing.
 
-        The copies are None where it is kept already; else the rings belong into its place.
+        The copies are None where it is cached already; else the rings belong into its slot.
         """
         hashes = self._hashes(tokens)
         tokens = tokens[: len(hashes) * self.tokens.page_size]
@@ -244,7 +244,7 @@ class PageAllocator:
         return self.kept[-1], copies
 
     def match_prefix(self, sequence: int, tokens: tuple[int, ...]) -> tuple[Prefix, Copies] | None:
-        """The sequence begins with the longest kept prefix of these tokens that leaves one over; None: none does."""
+        """The sequence begins with the longest cached prefix of these tokens that leaves one over; None: none does."""
         hashes = self._hashes(tokens[:-1])
 
         def begins(prefix: Prefix) -> bool:

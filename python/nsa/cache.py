@@ -137,7 +137,7 @@ class KVCache:
             ]
 
         tokens, self.k_slc, self.v_slc = pool("tokens", max_length, size, num_pages, 0)
-        # A kept prefix may have a page in part.
+        # A cached prefix may have a page in part.
         compressed, self.k_c, self.v_c = pool("compressed tokens", longest_c, size_c, num_pages_c, num_prefixes)
         self.k_swa_ring, self.v_swa_ring, self.k_cmp_ring, self.v_cmp_ring = rings(batch_size)
         self._pages = PageAllocator(cfg, tokens, compressed, num_prefixes)
@@ -222,7 +222,7 @@ class KVCache:
 
     @property
     def free_pages(self) -> int:
-        """Pages of selection keys and values that neither a sequence nor a kept prefix holds."""
+        """Pages of selection keys and values that neither a sequence nor a cached prefix holds."""
         return len(self._pages.tokens.free)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -357,15 +357,15 @@ class KVCache:
     def keep_prefix(self, sequence: int, tokens: Sequence[int] | Tensor) -> int:
         """Keeps the row's first tokens, up to the last full page, beyond its release. Waits for the device.
 
-        When pages or places run out, the prefix that was used least recently is dropped.
+        When pages or slots run out, the prefix that was used least recently is dropped.
 
         Args:
             sequence: the row.
             tokens: the ids of its first tokens, at most as many as it has.
 
         Returns:
-            How many tokens are kept: 0 where the last full page ends more than 32 tokens below the longest that the row
-            has been, or where nothing is free for it.
+            How many tokens are cached: 0 where the last full page ends more than 32 tokens below the longest that the
+            row has been, or where nothing is free for it.
 
         Raises:
             ValueError: the row, or more tokens than it has.
@@ -391,7 +391,7 @@ class KVCache:
 
     @checked
     def match_prefix(self, sequence: int, tokens: Sequence[int] | Tensor) -> int:
-        """Lets an empty row begin with the longest kept prefix of a prompt that leaves a token to compute.
+        """Lets an empty row begin with the longest cached prefix of a prompt that leaves a token to compute.
 
         What follows has the same bits as after computing those tokens. Waits for the device.
 

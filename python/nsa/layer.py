@@ -402,7 +402,7 @@ class NativeSparseAttention(nn.Module):
         return rotary_tables(positions, self.head_dim, self.rope_theta, self.partial_rotary_factor)
 
     def _tables_for(self, cache: KVCache) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines of every position in the cache; kept as long as the rotation is the same."""
+        """Cosines and sines of every position in the cache; cached as long as the rotation is the same."""
         device = cache.cache_seqlens.device
         rope_theta, factor, rope, tables = self._fold_tables
         same = rope_theta == self.rope_theta and factor == self.partial_rotary_factor and rope is self.rope

@@ -74,7 +74,7 @@ class Problem {
     return {.op = op, .variant = "", .cost = costs_.of(op), .work = [=, this] { run(function, params); }, .staged = {}};
   }
 
-  /// phi with its initial weights, and room for the gradients of one side (keys or values).
+  /// phi with its initial weights, and memory for the gradients of one side (keys or values).
   struct Side {
     at::Tensor x, out, d_out, d_x;
     bridge::CompressionTensors weights, d_weights;

@@ -45,7 +45,7 @@ void draw_block(std::int64_t own, Next next, std::vector<std::int32_t>& row) {
   }
 }
 
-/// A place among the free ones is drawn for `period` queries.
+/// A free slot is drawn for `period` queries.
 void draw_for_period(const NSAConfig& cfg, std::int64_t t, std::int64_t head, int period,
                      std::vector<std::int32_t>& row) {
   for (int place = static_cast<int>(row.size()); place < cfg.topk; ++place) {

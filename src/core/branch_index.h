@@ -1,4 +1,4 @@
-// What is kept for each branch lies in arrays in this order, which is that of the gates.
+// The order of arrays with an element for each branch, which is that of the gates.
 #pragma once
 
 namespace nsa {

@@ -45,7 +45,7 @@ inline std::int64_t open_block_begin(const NSAConfig& cfg, std::int64_t length) 
 struct StepSequence : CachedRows {
   std::int64_t batch = 0;
   std::int64_t q_batch = 0, q_begin = 0;  // where its new tokens are: first index and row of q, k_cmp, o ...
-  std::int64_t length_before = 0;         // L: query r stands at L + r
+  std::int64_t length_before = 0;         // L: query r is at position L + r
   std::int64_t num_new = 0;               // >= 1
   std::int64_t length = 0;                // L' = L + num_new
   std::int64_t window_begin = 0;          // the first token that the first query's window holds

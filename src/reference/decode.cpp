@@ -6,7 +6,7 @@
 namespace nsa::reference {
 namespace {
 
-/// Tokens begin ... end - 1 of a cache, one after the other: what e4m3 stands for in float64, which holds it exactly.
+/// Tokens begin ... end - 1 of a cache, one after the other: e4m3 values in float64, which holds them exactly.
 TokenBuffer gathered(const TensorView& like, const TokenRows& rows, std::int64_t begin, std::int64_t end) {
   const DType dtype = rows.dtype == DType::kFloat8E4M3 ? DType::kFloat64 : rows.dtype;
   TokenBuffer buffer(like, begin, end - begin, dtype, {});

@@ -184,7 +184,7 @@ def test_tables_of_the_rotation_are_as_long_as_needed():
         assert [positions_after(n) for n in (1, 64, 65, 128, 129)] == [64, 64, 128, 128, 256]
         for size, positions in ((60, 64), (128, 128), (129, 256)):
             assert positions_after(30, 1, cache=StaticCache(config=model.config, max_cache_len=size)) == positions
-        for length in (1, 31, 32, 33, 127, 128, 129, 190):  # a cache has more room than tokens
+        for length in (1, 31, 32, 33, 127, 128, 129, 190):  # a cache has more capacity than tokens
             cache = DynamicCache(config=model.config)
             assert positions_after(length, *[1] * 70, length, cache=cache) < 4 * cache.layers[0].cache.max_length
         offsets = torch.tensor([0, 120], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The site that Sphinx made in NSA_SITE: every public name of the package has a place, and no other has one."""
+"""The site that Sphinx made in NSA_SITE: it documents every public name of the package, and no other."""
 
 import importlib
 import os

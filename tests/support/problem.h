@@ -17,7 +17,7 @@ struct Case {
   bool packed = false;
   std::vector<std::int64_t> q_lens = {96, 96};  // per sequence; all equal when batched
   std::vector<std::int64_t> k_lens = {};        // empty: q_lens
-  std::int64_t slack = 0;                       // rows of packed tensors past the last sequence, kept poisoned
+  std::int64_t slack = 0;                       // rows of packed tensors past the last sequence, always poisoned
   std::int64_t kv_heads = 2, group = 2;
   std::int64_t dk = 64, dv = 64;
   NSAConfig cfg = {};

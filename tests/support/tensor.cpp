@@ -57,7 +57,7 @@ std::vector<double> values_of(const TensorView& view) {
 
 namespace {
 
-/// The first `count` standard normal values of a seed. They are kept: most problems draw the same ones.
+/// The first `count` standard normal values of a seed. They are cached: most problems draw the same ones.
 const std::vector<double>& normal_values(unsigned seed, std::size_t count) {
   struct Drawn {
     std::mt19937 generator;

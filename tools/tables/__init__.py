@@ -1,1 +1,1 @@
-"""The tables of docs/performance.md, a room for each program that measures; tools/performance.py puts them together."""
+"""The tables of docs/performance.md, a module for each measuring program; tools/performance.py puts them together."""

@@ -31,7 +31,7 @@ class _NsaLayer(Mixin):
     empty = True  # no step has been made since there is a cache, or since the last reset
 
     def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:
-        """Makes room for `new` slots, in a cache that is made with the first."""
+        """Allocates `new` slots, in a cache that is made with the first."""
         raise NotImplementedError
 
     def step(
@@ -66,7 +66,7 @@ class _NsaLayer(Mixin):
 
 
 class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
-    """Grows: what it holds is copied when it becomes longer, into room for half as many tokens more."""
+    """Grows: what it holds is copied when it becomes longer, into memory for half as many tokens more."""
 
     _layer_type = LAYER_TYPE
 

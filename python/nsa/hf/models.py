@@ -305,7 +305,7 @@ class _SparseModel(_Sparse):
         fixed = -1 if cache is None else cache.get_max_length()
         if fixed > 0:
             positions = fixed
-        elif cache is not None:  # room that a growing cache may have, tokens taken back included
+        elif cache is not None:  # capacity of a growing cache, tokens rolled back included
             positions = 3 * (seen + length) // 2 + 127
         else:  # given offsets may lead over several rows
             positions = length if kwargs.get("cu_seq_lens_q") is None else batch * length
@@ -331,10 +331,10 @@ class _SparseModel(_Sparse):
                 layout.max_seqlen = None if longest is None else int(longest)
         return layout
 
-    @torch.inference_mode(False)  # tensors that are kept must do for training, too
+    @torch.inference_mode(False)  # cached tensors must do for training, too
     @torch.no_grad()
     def _rotation(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of at least `positions` tokens; kept, so that a step computes none."""
+        """Cosines and sines of at least `positions` tokens; cached, so that a step computes none."""
         tables = self._tables
         if tables is None or tables[0].shape[0] < positions or tables[0].device != device:
             length = max(64, 1 << (positions - 1).bit_length())  # a multiple of a cache's page, too

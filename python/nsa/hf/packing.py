@@ -13,7 +13,7 @@ class Rows:
     """A permutation of a padded batch that moves the tokens of each row to the front.
 
     Attributes:
-        order: int64 (B, S), the slot that comes at each place.
+        order: int64 (B, S), the slot at each position.
         count: int32 (B), tokens of each row.
     """
 

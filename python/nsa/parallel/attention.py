@@ -220,7 +220,7 @@ class _Joined:
         self.whole: Tensor | None = None
 
     def put(self, part: Tensor, slot: int, first: int) -> None:
-        """Writes the rows of an own chunk, for heads from `first` on. A complete tensor is kept without a copy."""
+        """Writes the rows of an own chunk, for heads from `first` on. A complete tensor is stored without a copy."""
         dim, slots, heads = self.plan.dim, len(self.plan.cp.own), part.shape[-2]
         dtype = part.dtype if self.dtype is None else self.dtype
         if slots == 1 and heads == self.heads:

@@ -132,7 +132,7 @@ Status KVCache::make() {
   if (o.page_size > 0) page_size_c = std::min(page_size_c, round_up(ceil_div(page_size, o.cfg.kernel_stride), 16));
   max_pages_c_ = ceil_div(most, page_size_c);
   // As many compressed tokens as the pages of raw ones can have, in the worst case a partly filled page for each
-  // sequence and each kept prefix.
+  // sequence and each cached prefix.
   std::int64_t pages_c = o.batch * max_pages_c_ + o.num_prefixes;
   if (o.num_pages > 0)
     pages_c = ceil_div(ceil_div(pages * page_size, o.cfg.kernel_stride), page_size_c) + o.batch + o.num_prefixes;
@@ -234,8 +234,8 @@ Status KVCache::upload() {
   return {};
 }
 
-/// Copies pages and, from one place to another, rings; puts the tables and the sequence's length there. Sequence b has
-/// place b, the prefix in slot s place B + s.
+/// Copies pages and, from one slot to another, rings; writes the tables and the sequence's length. Sequence b has slot
+/// b, the prefix in slot s slot B + s.
 Status KVCache::change(const PageCopies& copies, const RingCopy& rings, std::int64_t sequence, std::int64_t length) {
   std::vector<CacheMemory::Copy> all;
   const auto copy = [&](const Rows& rows, std::int64_t from, std::int64_t to) {

@@ -1,4 +1,4 @@
-// Which pages the sequences of a cache have, and which the prefixes that are kept: numbers alone.
+// Which pages the sequences and the cached prefixes of a cache have: numbers alone.
 #include <algorithm>
 #include <memory>
 #include <numeric>

@@ -59,7 +59,7 @@ class Attention {
     compute_outputs();
   }
 
-  /// After compute_outputs(): value_dim values, and room up to the next multiple of kWidth.
+  /// After compute_outputs(): value_dim values, padded up to the next multiple of kWidth.
   const float* output(int row) const { return o_.data() + row * value_columns_; }
   /// After softmax(): natural logarithm of the sum of exp(scale * score); -inf without visible keys.
   float lse(int row) const { return lse_[static_cast<std::size_t>(row)]; }

@@ -38,7 +38,7 @@ class BlockSelector {
   std::int64_t margin_;         // zeros before the first compressed key
   Buffer<float> sums_;          // [margin + compressed keys]: probabilities summed over the heads
   Buffer<float> strides_;       // [strides of the unforced blocks]: summed over the compression blocks around each
-  Buffer<float> importance_;    // [unforced blocks], and room for as many values as strides_ has
+  Buffer<float> importance_;    // [unforced blocks], with capacity for the values of strides_
   Buffer<std::int32_t> ranks_;  // [unforced blocks]: integers that order like the importances; NaN lowest
 };
 

@@ -111,7 +111,7 @@ struct TokenRun {
 };
 
 /// `count` tokens from `token` on, of a head of span s. Kinds of tokens that do not lie at one stride (cached_tokens.h)
-/// copy them to `scratch`, which has room for a block.
+/// copy them to `scratch`, which has the size of a block.
 template <class In>
 TokenRun<In> run_of(const TensorView& tokens, const std::vector<TokenSpan>& spans, std::size_t s, std::int64_t head,
                     std::int64_t token, int /*count*/, In* /*scratch*/) {

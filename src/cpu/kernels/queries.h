@@ -135,7 +135,7 @@ class Queries {
   bool negative_;
 };
 
-/// A row of float32 values into a tensor; there is room behind x up to the next multiple of kWidth.
+/// A row of float32 values into a tensor; x is padded up to the next multiple of kWidth.
 template <class In>
 void store_row(const float* x, int n, In* out) {
   int d = 0;

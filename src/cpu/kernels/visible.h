@@ -19,7 +19,7 @@ inline Range visible_in_window(std::int64_t window, std::int64_t t) {
 }
 
 /// f(range) for the tokens up to and including t of the given blocks, neighbouring blocks as one range. The numbers may
-/// be in any order, twice, negative or in the future; `sorted` has room for them.
+/// be in any order, twice, negative or in the future; `sorted` has as many elements.
 template <class F>
 void for_visible_in_selected(const std::int32_t* blocks, std::int64_t count, std::int64_t block_size, std::int64_t t,
                              std::int32_t* sorted, const F& f) {

@@ -1,7 +1,7 @@
 // Tiles of rows in shared memory, and the products that kernels build on them.
 //
 // The eight 16-byte rows of an ldmatrix have to lie in different banks. In 16-bit rows of whole 128-byte lines the
-// 16-byte chunks of each line change places: chunk c of row r lies at c ^ (r % 8). Other rows are padded by 16 bytes,
+// 16-byte chunks of each line are swizzled: chunk c of row r is at c ^ (r % 8). Other rows are padded by 16 bytes,
 // their pitch is an odd multiple of that. (This costs an asynchronous copy more: every other row lies across its
 // 32-byte sectors, which are then fetched twice. But it leaves constant distances between the many addresses of
 // float32.)
@@ -25,7 +25,7 @@ struct Tile {
   static constexpr int bytes(int rows) { return rows * kPitch; }
 
   /// Where byte `first` + `mine` of a row lies, for numbers with no bit in common: what all lanes have and what they
-  /// don't, so that one XOR with a constant leads from one place to the next.
+  /// don't, so that one XOR with a constant leads from one chunk to the next.
   __device__ __forceinline__ static int at(int row, int first, int mine) {
     if constexpr (kSwizzled) {
       return row * kPitch + (first & ~127) + ((first & 127) ^ (mine ^ (row & 7) * 16));

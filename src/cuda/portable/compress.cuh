@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(256) compress_tables(const __grid_constant__ C
         seq.batch * args.k.batch + (seq.k_begin + static_cast<std::int64_t>(i) * d) * args.k.row;
   if (blocks > 0 && threadIdx.x == 0) args.first_token[args.rows] = 0;  // there are blocks
   if (!args.group) return;
-  // Packed: sequence b's groups begin at floor(first token / d) + b, which leaves room for its last, partly filled one.
+  // Packed: sequence b's groups begin at floor(first token / d) + b, which leaves a slot for its last, partly filled
+  // one.
   const int per_batch = (p.k_len + d - 1) / d, g_begin = p.cu_q ? seq.k_begin / d + b : b * per_batch;
   const int groups = (seq.k_len + d - 1) / d;
   for (int j = threadIdx.x; j < groups; j += blockDim.x)

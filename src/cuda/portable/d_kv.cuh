@@ -27,8 +27,8 @@ struct KeyGradients {
   static constexpr int kMemory = kKeysAndValues + kStages * kStage;
 };
 
-/// Sixteen rows of a tile as the A operand. The first kHeld of its steps stay in registers, as many as there is room
-/// for: the traffic of shared memory limits the kernel.
+/// Sixteen rows of a tile as the A operand. The first kHeld of its steps stay in registers, as many as
+/// there are free: the traffic of shared memory limits the kernel.
 template <class T, int D, int kHeld>
 struct HeldRows {
   std::uint32_t tile;

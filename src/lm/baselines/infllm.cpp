@@ -5,7 +5,7 @@
 // highest with the query, summed over them and the query heads of the KV head; the last one is cut where the budget
 // ends. Tokens that have left the window before their block is complete are read, too. Simplified: each query chooses
 // for itself, as in the paper's decoding, not a chunk of queries together; one KV head by itself, not all heads of a
-// layer together; and distant keys stay rotated by their place in the text, where the paper gives them all one
+// layer together; and distant keys stay rotated by their position in the text, where the paper gives them all one
 // distance, in the selection, too.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>

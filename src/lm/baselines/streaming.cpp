@@ -1,6 +1,7 @@
 // Sliding window with sinks: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (StreamingLLM),
-// arXiv 2309.17453, section 3.2. The first four tokens and the last ones. Simplified: keys stay rotated by their place
-// in the text; the paper rotates them by their place in the cache, which matters beyond the lengths of the training.
+// arXiv 2309.17453, section 3.2. The first four tokens and the last ones. Simplified: keys stay rotated by their
+// position in the text; the paper rotates them by their position in the cache, which matters beyond the lengths of the
+// training.
 #include <ATen/ops/arange.h>
 
 #include <algorithm>

@@ -25,7 +25,7 @@ struct ModelFlops {
 
 /// Forward and backward of one sequence. Every matmul counts 2 * m * n * k, three times: once forward, and for the
 /// gradients of its two factors. Attention counts the pairs of query and key that are visible (of the selected branch
-/// as many as it has places for). Lookups, norms, softmax, block selection, and what an implementation computes
+/// topk blocks). Lookups, norms, softmax, block selection, and what an implementation computes
 /// again in the backward, do not count.
 ModelFlops training_flops(const ModelConfig& config, std::int64_t length);
 

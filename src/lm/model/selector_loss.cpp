@@ -132,7 +132,7 @@ at::Tensor block_divergence(const at::Tensor& attention, const at::Tensor& impor
 
 std::optional<SelectorSample> draw_queries(const std::vector<std::int64_t>& offsets, const NSAConfig& cfg,
                                            std::int64_t num_queries, std::uint64_t seed, at::Device device) {
-  // The first query that may choose: one place less than its blocks.
+  // The first query that may choose: topk is one less than its blocks.
   const std::int64_t first = std::max<std::int64_t>(std::int64_t{cfg.topk} * cfg.block_size, cfg.kernel_size);
   const auto choices = [&](std::size_t b) { return std::max<std::int64_t>(0, offsets[b + 1] - offsets[b] - first); };
   std::int64_t all = 0;

@@ -31,7 +31,7 @@ Tokens encode(const Tokenizer& tokenizer, const std::string& text) {
   return {tokens.begin(), tokens.end()};
 }
 
-/// Texts one after the other, read from a random place on.
+/// Texts one after the other, read from a random position on.
 class Haystack {
  public:
   explicit Haystack(const std::vector<Document>& texts) {

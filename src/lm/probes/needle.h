@@ -34,7 +34,7 @@ struct NeedleCell {
 };
 
 /// The token at which a needle begins that has `room` tokens around it. `draw`: of the sample, the same at all depths:
-/// those of a depth are spread over 64 tokens, so that it is no single place within blocks that attention selects.
+/// those of a depth are spread over 64 tokens, so that it is not always at one offset within selection blocks.
 std::int64_t needle_place(double depth, std::int64_t room, std::uint64_t draw);
 
 /// The 95 % interval of a share by Wilson's score, from `count` of `samples`.

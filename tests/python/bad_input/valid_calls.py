@@ -1,4 +1,4 @@
-"""A good call of every public function, and what is put in the place of its arguments."""
+"""A good call of every public function, and what replaces its arguments."""
 
 from __future__ import annotations
 

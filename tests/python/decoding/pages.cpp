@@ -1,5 +1,5 @@
 // Reads operations on nsa::KVCache from standard input, one a line, and prints after each whether it was done, the
-// length of a prefix, which pages every sequence holds, and what there was no room for. test_cache.py does the same
+// length of a prefix, which pages every sequence holds, and what exceeded the capacity. test_cache.py does the same
 // with nsa.KVCache of the Python package.
 #include <algorithm>
 #include <cstdint>

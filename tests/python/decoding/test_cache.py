@@ -314,7 +314,7 @@ def test_a_refusal_changes_nothing(call, message):
 @pytest.mark.parametrize("more", [0, 3, 32])  # tokens behind the last full page
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_a_kept_prefix_has_the_bits_of_its_tokens(device, page_size, more, dtype):
-    """Whatever became of the row that it was kept of."""
+    """Whatever became of the row that it was cached from."""
     dim = head_dims(16, 16)[0]
 
     def draw(count):
@@ -497,7 +497,7 @@ def test_ten_thousand_operations_give_the_pages_of_the_cpp_cache(device, tmp_pat
 
 
 def _room_of(cache, row):
-    """Tokens whose compressed ones have room."""
+    """Tokens whose compressed ones have capacity."""
     compressed = cache._pages.compressed
     tokens_c = len(compressed.held[row]) * compressed.page_size
     return SMALL.kernel_size + tokens_c * SMALL.kernel_stride - 1

@@ -120,8 +120,8 @@ def test_a_cache_that_inference_mode_changed_is_used_outside(layer, kind, change
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_up_to_the_end_of_a_page(backend, layer, kind):
-    """A sequence has room to the end of its last page, also beyond max_length, and turns there as everywhere. (Large
-    pages have room for more tokens than for what becomes of them.)"""
+    """A sequence has capacity to the end of its last page, also beyond max_length, and is rotated there as everywhere.
+    (Large pages hold more tokens than max_length.)"""
     x, cache = torch.randn(1, 96, 32), layer.make_cache(1, 49, **KINDS[kind])
     cache.reserve(49)
     assert cache.max_positions == (96 if kind == "large pages" else 64)

@@ -36,7 +36,8 @@ struct StepSelectedArgs : SelectedArgsOf<StepGeometry, Tokens> {
 template <class Tokens>
 struct StepSelectArgs : SelectArgsOf<StepGeometry, Tokens> {
   Splits splits;
-  const float* scores;  // those that the compressed branch has kept (StepRangesArgs), rows of scratch_keys; null: none
+  const float*
+      scores;  // those that the compressed branch has stored (StepRangesArgs), rows of scratch_keys; null: none
 };
 
 /// One kind of tokens of a step. Strides in bytes.

@@ -37,7 +37,7 @@ struct CompressWork {
   static constexpr int kWideRows = 128, kNarrowRows = 64;  // of a tile
   static constexpr int kMaxSegments = kWideRows / kSegment;
   static constexpr int kNarrowHidden = 512;  // hidden units, at most
-  /// Of wide tiles: more accumulators and outputs have no place in the registers.
+  /// Of wide tiles: more accumulators and outputs do not fit the registers.
   static constexpr __host__ __device__ int wide_hidden(int dim) { return dim <= 128 ? 256 : 128; }
 
   CompressArgs problem[2];  // keys and values: alike but for tensors and weights

@@ -24,7 +24,7 @@ struct PageDivmod {
   }
 };
 
-/// Rows of pages. Strides in bytes, of 32 bits within a page; row stands for a slot of a page.
+/// Rows of pages. Strides in bytes, of 32 bits within a page; a row is a slot of a page.
 struct CachedRows {
   char* data = nullptr;
   std::int64_t page = 0;
