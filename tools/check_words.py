@@ -2,10 +2,11 @@
 """Do sources and documents use the field's words? Prints what does not, a line each; exit code 1 if anything does not.
 
 A pattern below stands for a word that this project does not use; with it comes the one that it uses. Findings and the
-changelog keep the words of their day, stored results those of the command that made them. A blank in a pattern also
-matches the end of a line of a comment.
+changelog keep the words of their day, stored results those of the command that made them, but for their keys. A blank
+in a pattern also matches the end of a line of a comment.
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -45,17 +46,71 @@ WORDS = {
     r"\bwhoever\b|\bnobody\b|\banew\b|\bis told of\b|\bas they stand\b": "the thread, the owner, again",
     r"--accumulate\b|--first-context\b|--join\b": "--grad-accum, --context-warmup, --concat-by-folder",
 }
+# Keys of JSON objects, whole: in stored results, and as a string in a source.
+KEYS = {
+    "accumulate": "grad_accum",
+    "first_context": "context_warmup",
+    "join": "concat_by_folder",
+    "lookups": "retrieval_fraction",
+    "choice": "selection",
+    "played": "simulated_ranks",
+    "by_repeat": "by_recurrence",
+    "loss_by_repeat": "loss_by_recurrence",
+    "repeat_match": "recurrence_match",
+    "eval_by_method": "eval_by_baseline",
+    "needle_by_method": "needle_by_baseline",
+}
+MODELS = {"nsa", "full", "window", "streaming", "h2o", "quest", "infllm", "clusterkv", "exact"}
+SCORES = {"accuracy", "by_hop", "by_distance", "by_length"}
 LINE_END = r"\s+(?:(?://+|#+|\*) *)?"
+
+
+def keys_at_fault(value):
+    """The keys within a JSON value that are not the field's, each with what it must be."""
+    if isinstance(value, list):
+        for item in value:
+            yield from keys_at_fault(item)
+    if not isinstance(value, dict):
+        return
+    for key, item in value.items():
+        word = KEYS.get(key)
+        for pattern, instead in WORDS.items():
+            if re.search(pattern, key.replace("_", " "), re.IGNORECASE):
+                word = instead
+        if key in MODELS and "length" in value:
+            word = "scores.{model}"
+        if word:
+            yield key, word
+        yield from keys_at_fault(item)
+    scores = value.get("scores", {})
+    for model, score in scores.items() if isinstance(scores, dict) else [("scores", None)]:
+        if not isinstance(score, dict) or "accuracy" not in score or not score.keys() <= SCORES:
+            yield f"scores.{model}", "{accuracy, by_hop, by_distance, by_length}"
+
+
+def stored_results(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in (text.splitlines() if name.endswith(".jsonl") else [text])]
 
 
 def main():
     files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
     patterns = {re.compile(pattern.replace(" ", LINE_END), re.IGNORECASE): word for pattern, word in WORDS.items()}
+    literals = re.compile(rf"[\"']({'|'.join(KEYS)})[\"']")
     found = 0
     for name in files:
+        if name.endswith((".json", ".jsonl")) and (ROOT / name).is_file():
+            for key, word in sorted(set(keys_at_fault(stored_results(name)))):
+                print(f"{name}: key {key}: must be {word}")
+                found += 1
         if name.startswith(LEFT_OUT) or not TEXT.search(name) or not (ROOT / name).is_file():
             continue
         text = (ROOT / name).read_text(encoding="utf-8")
+        if re.search(r"\.(?:h|cpp|py)$", name) and not name.startswith("tests/"):
+            for match in literals.finditer(text):
+                line = text.count("\n", 0, match.start()) + 1
+                print(f"{name}:{line}: key {match[1]}: the word here is {KEYS[match[1]]}")
+                found += 1
         for pattern, word in patterns.items():
             for match in pattern.finditer(text):
                 line = text.count("\n", 0, match.start()) + 1

@@ -1,4 +1,4 @@
-"""The room `evidence`: runs of the program, their results, and the pages made of them."""
+"""The folder `evidence`: runs of the program, their results, and the pages made of them."""
 
 import json
 import math
@@ -21,6 +21,8 @@ from evidence import results as stored
 from evidence import statistics as stats
 from evidence.plans import PLANS
 
+from check_words import keys_at_fault
+
 SMALL = (
     "--layers 1 --hidden-size 32 --heads 2 --kv-heads 1 --head-dim 16 --context 256 --batch-size 1 --window-size 32 "
     "--kernel-size 8 --kernel-stride 4 --block-size 16 --topk 4 --held-out-percent 20 --eval-every 8 --threads 1"
@@ -28,7 +30,7 @@ SMALL = (
 
 
 def python(*arguments, code=0, timeout=300):
-    """A module of the room as a program."""
+    """A module of the folder as a program."""
     command = [sys.executable, "-m", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # these models are too small to share
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT)
@@ -369,3 +371,20 @@ def test_missing(tmp_path):
 def test_unknown_models_are_refused():
     done = python("evidence.run", "8k", "quest", code=2)
     assert "models: 'quest': must be one of full, full-gated" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "result, faults",
+    [
+        ({"length": 8192, "scores": {"nsa": {"accuracy": 1.0, "by_hop": [1.0]}, "full": {"accuracy": 0.9}}}, []),
+        ({"length": 8192, "nsa": 1.0}, ["nsa"]),
+        ([{"runs": [{"length": 8192, "quest": {"accuracy": 0.8}}]}], ["quest"]),
+        ({"scores": {"full": {"full": 1.0}}}, ["scores.full"]),
+        ({"scores": {"nsa": 0.9}}, ["scores.nsa"]),
+        ({"scores": {"nsa": {"accuracy": 1.0, "by_chain": []}}}, ["scores.nsa"]),
+        ({"data": {"join": True}, "loss_by_repeat": []}, ["join", "loss_by_repeat"]),
+        ({"far_repeats": 0.2}, ["far_repeats"]),
+    ],
+)
+def test_keys_of_results_are_the_fields(result, faults):
+    assert [key for key, _ in keys_at_fault(result)] == faults
