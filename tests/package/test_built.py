@@ -42,7 +42,7 @@ def test_what_the_sdist_has():
         files = {member.name.partition("/")[2] for member in archive if member.isfile()}
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     parts = ("cmake/", "include/", "python/", "src/core/", "src/cpu/", "src/cuda/", "src/reference/", "tests/python/")
-    others = {"CHANGELOG.md", "CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml"}
+    others = {"CHANGELOG.md", "CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml", "src/CMakeLists.txt"}
     assert files - {"PKG-INFO"} == {name for name in tracked.split("\0") if name.startswith(parts) or name in others}
     assert SDIST.stat().st_size < 2 * MB
 
