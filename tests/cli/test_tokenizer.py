@@ -93,7 +93,8 @@ class TestWithSentencePiece:
         path = tmp_path / "eval.json"
         nsa("eval", run, "--json", path)
         result, last = json.loads(path.read_text()), metrics(run, "eval")[-1]
-        assert (result["loss"], result["bits_per_byte"]) == (last["loss"], last["bits_per_byte"])
+        for name in ("loss", "bits_per_byte"):  # of other threads than those of the training
+            assert result[name] == pytest.approx(last[name], rel=1e-5)
 
     def test_another_vocabulary_is_refused(self, run, corpus):
         config = json.loads((run / "config.json").read_text())
