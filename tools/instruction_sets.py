@@ -19,7 +19,7 @@ LIBNSA = ("portable", "avx2", "avx512", "avx512bf16")  # those of NSA_CPU_ISA
 # Without the reference backend, which has no instruction sets, and without four ranks, which share two cores.
 SELECTED = ("-m", "bits and not slow", "-k", "not (reference or [4- or -4])")
 TWO = ["-n", "2", "--dist", "loadfile"]  # as in tools/test.sh
-SUITES = (["tests/python", *TWO], ["tests/hf", *TWO], ["tests/cli/test_resume.py", "tests/cli/test_ranks.py"])
+SUITES = (["tests/python"], ["tests/hf"], ["tests/cli/test_resume.py", "tests/cli/test_ranks.py"])
 
 
 def available() -> tuple[list[str], list[str]]:
@@ -49,7 +49,7 @@ def run(aten: str, libnsa: str) -> bool:
     for suite in SUITES:
         if "tests/hf" in suite and sys.version_info < (3, 11):  # as transformers wants
             continue
-        command = [sys.executable, *"-m pytest -q -r fE".split(), *SELECTED, *suite]
+        command = [sys.executable, *"-m pytest -q -r fE".split(), *SELECTED, *TWO, *suite]
         passed &= subprocess.run(command, cwd=ROOT, env=os.environ | names, check=False).returncode == 0
     print(f"{'passed' if passed else 'FAILED'} in {time.monotonic() - begin:.0f} s", flush=True)
     return passed

@@ -16,12 +16,12 @@ suite() {  # suite NAME COMMAND...
   summary+=("$(printf '%-14s %s in %d s' "$name" "$outcome" $((SECONDS - begin)))")
 }
 
-# Two at a time: most tests keep one core busy. Those of the program, which measure and kill, are alone.
+# Two files at a time: most tests keep one core busy.
 parallel=(-n 2 --dist loadfile)
 
 suite "C++" ctest --test-dir build -j 2 --output-on-failure --no-tests=error
 suite python python -m pytest -q --durations=5 "${parallel[@]}" tests/python
-suite cli python -m pytest -q --durations=5 tests/cli
+suite cli python -m pytest -q --durations=5 "${parallel[@]}" tests/cli
 if python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then  # as transformers wants
   suite hf python -m pytest -q --durations=5 "${parallel[@]}" tests/hf
 fi
