@@ -43,7 +43,9 @@ def install_wheel(session: nox.Session, torch: str, *more: str) -> None:
         session.install("--no-index", "--no-deps", "--force-reinstall", wheel)
     else:
         session.create_tmp()  # pip unpacks gigabytes in TMPDIR
-        session.install("--no-cache-dir", "--no-compile", f"torch=={torch}", "pytest", "hypothesis", "numpy", *more)
+        session.install(
+            "--no-cache-dir", "--no-compile", f"torch=={torch}", "pytest", "pytest-xdist", "hypothesis", "numpy", *more
+        )
         session.install("--no-cache-dir", "--force-reinstall", "--no-deps", wheel)
         session.run("pip", "check", silent=True)
 
@@ -66,8 +68,9 @@ def installed(session: nox.Session, torch: str) -> None:
     session.run("python", "-m", "nsa")
     session.run("python", "-c", "import nsa, sys; assert nsa.__file__.startswith(sys.prefix), nsa.__file__")
     files = [f"tests/python/{suite}.py" for suite in SUITES]
-    # Not what needs a compiler, and of the documents the README alone.
-    session.run(*"python -m pytest -q -p no:cacheprovider -k".split(), "not inductor and not guide", *files)
+    # Not what needs a compiler, and of the documents the README alone. Slow tests have run with this torch before.
+    selected = ("-k", "not inductor and not guide", *(("-m", "not slow") if torch == PINNED else ()))
+    session.run(*"python -m pytest -q -p no:cacheprovider -n 2 --dist loadfile".split(), *selected, *files)
 
 
 @nox.session
