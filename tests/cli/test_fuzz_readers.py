@@ -15,12 +15,13 @@ from safetensors.numpy import save_file
 
 from conftest import PROGRAM, TINY, nsa, open_checkpoint, refused
 
+# Each example is a process. tests/cpp/readers_test.cpp reads 500 damaged files of each kind in one.
 FUZZ = settings(
-    max_examples=600 if ADVERSARIAL else 60,
+    max_examples=600 if ADVERSARIAL else 24,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-FUZZ_LESS = settings(FUZZ, max_examples=FUZZ.max_examples // 3)
+FUZZ_LESS = settings(FUZZ, max_examples=FUZZ.max_examples // 2)
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def test_damaged_dumps_are_refused(dumps, tmp_path, operation):
     dump = dumps[operation]
     path = tmp_path / "damaged.safetensors"
     for name in ["q", "v_slc", "gates", "cache.k_c" if operation in ("prefill", "decode") else "k_cmp"]:
-        for rank in (0, 1, 2, 5, 6, 9, 40, 1000):
+        for rank in (0, 1, 2, 5, 6, 9, 40, 1000) if name == "q" or ADVERSARIAL else (2, 9):
             shape = [1] * rank
             message = refused("debug", "compare", damaged(dump, path, lambda h, n=name, s=shape: h[n].update(shape=s)))
             assert name in message and len(message) < 500, message
