@@ -17,7 +17,7 @@ suite() {  # suite NAME COMMAND...
 }
 
 # Two files at a time: most tests keep one core busy.
-parallel=(-n 2 --dist loadfile)
+parallel=(-n 2 --dist loadfile --no-loadscope-reorder)
 
 suite "C++" ctest --test-dir build -j 2 --output-on-failure --no-tests=error
 suite python python -m pytest -q --durations=5 "${parallel[@]}" tests/python

@@ -17,6 +17,12 @@ from devices import BACKENDS, head_dims, running
 from problem import SMALL
 
 
+def pytest_collection_modifyitems(items):
+    """Files with slow tests come first, so that processes that share the files end together."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request):
     """Runs every test that uses it on all backends, with its tensors on the backend's device."""

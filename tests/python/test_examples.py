@@ -21,6 +21,7 @@ def run(name, *arguments, by=("-W", "error::DeprecationWarning:__main__")):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_gpt(tmp_path):
     printed = run("gpt.py", str(tmp_path / "map.png"))
     before, after = map(float, re.search(r"held out: ([\d.]+) -> ([\d.]+) nats", printed).groups())

@@ -51,6 +51,7 @@ def assert_near(a, b, bound=1e-5):
         assert (a[name] - b[name]).abs().max() <= bound * max(1.0, b[name].abs().max()), name
 
 
+@pytest.mark.slow
 def test_inductor(model, fresh_compiler):
     """Forward, backward, lengths, packings and decode steps; nothing is compiled again after the second shape."""
     compiled = torch.compile(model, fullgraph=True)

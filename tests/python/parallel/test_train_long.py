@@ -34,7 +34,7 @@ if RANKS < 4:
     del RUNS[4]
     RUNS[2] = {name: run for name, run in RUNS[2].items() if run[1] is None}
     RUNS[2] |= {f"{way}, on from alone": (f"--{way} 2 --resume", "alone") for way in ("dp", "tp")}
-pytestmark = pytest.mark.skipif(RANKS < 2, reason=f"{RANKS} GPUs")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(RANKS < 2, reason=f"{RANKS} GPUs")]
 
 
 def work(folder):
