@@ -15,7 +15,18 @@ from safetensors.numpy import load_file
 from conftest import PROGRAM, TINY, TINY_NSA, TINY_RUN, metrics, nsa, refused
 
 RUN = [*TINY, "--layers", "2", "--threads", "1", "--selector-loss", "0.1"]
-WAIT = 60  # s, for what takes a few
+WAIT = 300  # s, for what takes a few where no other work runs
+STARTED = []  # processes of the current test
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    """Also where the test failed before it waited for them."""
+    yield
+    for process in STARTED:
+        process.kill()
+        process.wait()
+    STARTED.clear()
 
 
 def ranks(number, *arguments, own=None, **environment):
@@ -32,6 +43,7 @@ def ranks(number, *arguments, own=None, **environment):
         pipe = subprocess.PIPE
         given = {name: str(value) for name, value in given.items()}
         started.append(subprocess.Popen(command, env=given, stdout=pipe, stderr=pipe, text=True, errors="replace"))
+    STARTED.extend(started)
     return started
 
 
@@ -190,7 +202,7 @@ def test_killed(victim, long, tmp_path):
     time.sleep(draw.random() * 0.02)
     started[victim].kill()
     codes = [-signal.SIGKILL if rank == victim else 1 for rank in (0, 1)]
-    told = end(started, code=codes, timeout=15)[1 - victim]
+    told = end(started, code=codes, timeout=60)[1 - victim]
     assert f"nsa: rank {1 - victim}: step " in told and "another rank is gone" in told, told
     assert f"is in {out}; resume with --resume" in told, told
     end(ranks(2, "--out", out, "--resume"))
@@ -207,6 +219,7 @@ def test_torchrun(corpus, tmp_path):
     process = subprocess.Popen(
         [*map(str, command)], env=os.environ | given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+    STARTED.append(process)
     wait_for_step(8, out, process)
     process.send_signal(signal.SIGINT)
     printed = process.communicate(timeout=WAIT)[0]
