@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <initializer_list>
+#include <tuple>
 
 #include "cuda/portable/instances.h"
 #include "cuda/sm90/heuristics.h"
@@ -53,7 +54,9 @@ TEST(Heuristics, EveryCallWithoutThemHasAReason) {
 TEST(Heuristics, ADescriptionNamesTheKernelsOrTheReason) {
   const std::string defaults = describe_kernels({});
   EXPECT_NE(defaults.find("compressed_attention: sm90 range_attention"), std::string::npos) << defaults;
-  EXPECT_NE(defaults.find("selected_attention: sm90 query-major, d_q"), std::string::npos) << defaults;
+  EXPECT_NE(defaults.find("selected_attention: sm90 query-major or over unions, as the indices decide, d_q"),
+            std::string::npos)
+      << defaults;
   const std::string small = describe_kernels({.num_heads = 8});
   EXPECT_NE(small.find("selected_attention: sm90 block-major"), std::string::npos) << small;
   const std::string odd = describe_kernels({.key_dim = 80, .phi = CompressionKind::kMean});
@@ -88,6 +91,17 @@ TEST(Heuristics, LoopOrderOfSelectedAttention) {
     c.group = group;
     EXPECT_EQ(choose_kernels(c).selected_block_major != nullptr, group <= 7) << group;
     EXPECT_EQ(choose_kernels(c).selected_query_major != nullptr, group >= 3) << group;  // with both the indices decide
+  }
+  // Tiles over unions: groups that fill 64 rows, lists that fit into shared memory.
+  for (const auto& [group, topk, there] : {std::tuple{4, 16, false},
+                                           {8, 42, true},
+                                           {8, 43, false},
+                                           {12, 16, false},
+                                           {16, 16, true},
+                                           {16, 64, true},
+                                           {64, 32, true}}) {
+    c.group = group, c.topk = topk;
+    EXPECT_EQ(choose_kernels(c).selected_union != nullptr, there) << group << ", " << topk;
   }
   c = call(), c.group = 1, c.topk = 65;
   EXPECT_FALSE(choose_kernels(c).selected_block_major || choose_kernels(c).selected_query_major);

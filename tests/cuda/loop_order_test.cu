@@ -1,10 +1,12 @@
-// Selected attention where the indices decide, for each sequence and KV head, which way it goes
+// Selected attention where the indices decide, for each sequence and KV head, in which order it goes
 // (sm90/selected_attention/loop_order.h).
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <tuple>
 #include <vector>
 
+#include "cuda/portable/instances.h"
 #include "cuda/sm90/selected_attention/loop_order.h"
 #include "device.h"
 #include "under_test.h"
@@ -12,15 +14,20 @@
 namespace nsa::test {
 namespace {
 
-constexpr int kQueries = 200, kKeys = 2000, kBlockSize = 32, kTopk = 8, kGroup = 4, kSequences = 2, kHeads = 2;
+constexpr int kQueries = 200, kBlocks = 62, kTopk = 8, kSequences = 2, kHeads = 2;
 
-/// Neighbours choose the same blocks in one half of the sequences and heads; in the other half four of them, who share
-/// a warp query by query, have no block in common.
+/// Neighbours choose the same blocks in one half of the sequences and heads; in the other half four of them have no
+/// block in common.
 bool alike(std::int64_t sequence, std::int64_t head) { return (sequence + head) % 2 == 0; }
+/// The last entry of a row is none, in the future, or one that the row has twice.
 int chosen(std::int64_t sequence, std::int64_t query, std::int64_t head, std::int64_t entry) {
+  if (entry == kTopk - 1 && query % 4 == 1) return -1;
+  if (entry == kTopk - 1 && query % 4 == 2) return kBlocks;
+  if (entry == kTopk - 1 && query % 4 == 3) entry = 0;
   return static_cast<int>(alike(sequence, head) ? 6 * entry + 1 : (13 * query + 7 * entry) % 56);
 }
 
+/// Where neighbours choose alike, query-major is faster than block-major, and unions are faster than query-major.
 TEST(LoopOrder, IndicesDecideForEachSequenceAndHead) {
   std::vector<int> indices;
   for (int sequence = 0; sequence < kSequences; ++sequence)
@@ -32,35 +39,46 @@ TEST(LoopOrder, IndicesDecideForEachSequenceAndHead) {
   const DeviceMemory found(times.size() * sizeof(times[0]));
   ASSERT_EQ(cudaMemcpy(copy.data, indices.data(), copy.bytes, cudaMemcpyHostToDevice), cudaSuccess);
 
-  cuda::InverseArgs args{};
-  args.geometry.batches = kSequences;
-  args.geometry.heads = kHeads * kGroup, args.geometry.kv_heads = kHeads, args.geometry.group = kGroup;
-  args.geometry.q_len = kQueries, args.geometry.k_len = kKeys;
-  args.indices = {copy.data, kQueries * kHeads * kTopk, kHeads * kTopk, kTopk};
-  args.topk = kTopk;
-  args.lists.block_size = kBlockSize;
-  args.loop_order.times = static_cast<cuda::LoopOrderCost*>(found.data);
-  ASSERT_EQ(cuda::sm90::selected_attention::estimate_loop_order(args, nullptr), cudaSuccess);
-  ASSERT_EQ(cudaMemcpy(times.data(), found.data, found.bytes, cudaMemcpyDeviceToHost), cudaSuccess);
-  for (int sequence = 0; sequence < kSequences; ++sequence)
-    for (int head = 0; head < kHeads; ++head) {
-      const auto [query_major, block_major] = times[sequence * kHeads + head];
-      EXPECT_EQ(query_major < block_major, alike(sequence, head)) << query_major << " and " << block_major;
-    }
+  for (const auto& [group, block_size, union_key_dim] :
+       {std::tuple{4, 32, 0}, {8, 64, 128}, {16, 32, 128}, {16, 64, 128}, {16, 128, 192}, {32, 128, 192}}) {
+    cuda::SelectedArgs args{};
+    args.geometry.batches = kSequences;
+    args.geometry.heads = kHeads * group, args.geometry.kv_heads = kHeads, args.geometry.group = group;
+    args.geometry.q_len = kQueries, args.geometry.k_len = kBlocks * block_size;
+    args.indices = {copy.data, kQueries * kHeads * kTopk, kHeads * kTopk, kTopk};
+    args.topk = kTopk;
+    args.block_size = block_size;
+    const cuda::LoopOrder loop_order{static_cast<cuda::LoopOrderCost*>(found.data)};
+    using cuda::sm90::selected_attention::estimate_loop_order;
+    ASSERT_EQ(estimate_loop_order(args, loop_order, union_key_dim, nullptr), cudaSuccess);
+    ASSERT_EQ(cudaMemcpy(times.data(), found.data, found.bytes, cudaMemcpyDeviceToHost), cudaSuccess);
+    for (int sequence = 0; sequence < kSequences; ++sequence)
+      for (int head = 0; head < kHeads; ++head) {
+        const auto [query_major, alternative] = times[sequence * kHeads + head];
+        EXPECT_EQ(query_major < alternative, alike(sequence, head) == (union_key_dim == 0))
+            << group << ", " << block_size << ", " << union_key_dim << ": " << query_major << " and " << alternative;
+      }
+  }
 }
 
-class BothOrders : public testing::TestWithParam<bool> {};
+using Shape = std::tuple<bool, int, int, int>;  // packed, G, l', Dk
+
+class BothOrders : public testing::TestWithParam<Shape> {};
 
 TEST_P(BothOrders, WithinTheBoundAndWithTheBitsOfEachSequenceAlone) {
+  const auto [packed, group, block_size, key_dim] = GetParam();
+  const int keys = kBlocks * block_size, value_dim = key_dim == 64 ? 64 : 128;
+  if (!cuda::portable::attention_kernels(DType::kBFloat16, key_dim, value_dim))
+    GTEST_SKIP() << "a build without kernels for these head dims";
   Problem p(Case{.dtype = DType::kBFloat16,
-                 .packed = GetParam(),
-                 .q_lens = {kQueries, kQueries},
-                 .k_lens = {kKeys, kKeys},
+                 .packed = packed,
+                 .q_lens = {kQueries, packed ? kQueries - 69 : kQueries},
+                 .k_lens = {keys, keys},
                  .kv_heads = kHeads,
-                 .group = kGroup,
-                 .dk = 128,
-                 .dv = 128,
-                 .cfg = {.block_size = kBlockSize, .topk = kTopk}});
+                 .group = group,
+                 .dk = key_dim,
+                 .dv = value_dim,
+                 .cfg = {.block_size = block_size, .topk = kTopk}});
   const auto attention = [](const Problem& problem) {
     return outputs_of(problem.selected(), selected_outputs(problem), false, [](const SelectedAttentionParams& params) {
       return under_test.selected_attention(params, kCpu);
@@ -83,7 +101,15 @@ TEST_P(BothOrders, WithinTheBoundAndWithTheBitsOfEachSequenceAlone) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(LoopOrder, BothOrders, testing::Bool());
+INSTANTIATE_TEST_SUITE_P(BlockMajor, BothOrders,
+                         testing::Combine(testing::Bool(), testing::Values(4), testing::Values(32),
+                                          testing::Values(128)));
+INSTANTIATE_TEST_SUITE_P(Union, BothOrders,
+                         testing::Combine(testing::Values(true), testing::Values(8, 16), testing::Values(32, 64, 128),
+                                          testing::Values(64, 128, 192)));
+INSTANTIATE_TEST_SUITE_P(UnionOfSlices, BothOrders,
+                         testing::Combine(testing::Bool(), testing::Values(32), testing::Values(64),
+                                          testing::Values(128)));
 
 }  // namespace
 }  // namespace nsa::test

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(256) mark_queries(const __grid_constant__ Inve
   const SequenceLists lists = lists_of(args.lists, args.geometry, seq, kv_head);
   const int chunk = InverseIndex::chunk(seq.q_len), begin = blockIdx.x * chunk, end = min(begin + chunk, seq.q_len);
   if (begin >= end) return;
-  if (kFill ? lists.begin[lists.blocks] == 0 : !args.loop_order.block_major(args.geometry, seq.index, kv_head)) return;
+  if (kFill ? lists.begin[lists.blocks] == 0 : !args.loop_order.takes(true, args.geometry, seq.index, kv_head)) return;
   int* offsets = lists.offsets + blockIdx.x * args.lists.slots;
   if (!kFill)
     for (int block = threadIdx.x; block < lists.blocks; block += blockDim.x) offsets[block] = 0;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(1024) scan_queries(const __grid_constant__ Inv
   const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
   const SequenceLists lists = lists_of(args.lists, args.geometry, seq, kv_head);
   // Where lists are not wanted they are made empty, without items.
-  const bool wanted = args.loop_order.block_major(args.geometry, seq.index, kv_head);
+  const bool wanted = args.loop_order.takes(true, args.geometry, seq.index, kv_head);
   const int key_tiles = lists.blocks * args.lists.tiles_per_block;
   const int chunk = InverseIndex::chunk(seq.q_len), chunks = wanted ? (seq.q_len + chunk - 1) / chunk : 0;
   const int total = scan(

@@ -50,25 +50,21 @@ __device__ inline SequenceLists lists_of(const InverseIndex& all, const Geometry
           .blocks = (seq.k_len + all.block_size - 1) / all.block_size};
 }
 
-/// What the selected branch of a sequence and KV head would take query by query and block by block
-/// (sm90/selected_attention/loop_order.h).
+/// Estimated time of the selected branch of a sequence and KV head query-major, and in the alternative order of the
+/// call: block-major or over unions (sm90/selected_attention/loop_order.h).
 struct alignas(8) LoopOrderCost {
-  int query_major, block_major;
+  int query_major, alternative;
 };
 
 /// Which of the two orders a sequence and KV head takes. Without times all take the one that is asked for.
 struct LoopOrder {
   LoopOrderCost* times = nullptr;  // (sequence, KV head)
 
-  __device__ bool query_major(const Geometry& g, int sequence, int kv_head) const {
-    return !times || !block_major_is_faster(times[sequence * g.kv_heads + kv_head]);
+  __device__ bool takes(bool alternative, const Geometry& g, int sequence, int kv_head) const {
+    if (!times) return true;
+    const LoopOrderCost t = times[sequence * g.kv_heads + kv_head];
+    return (t.alternative < t.query_major) == alternative;
   }
-  __device__ bool block_major(const Geometry& g, int sequence, int kv_head) const {
-    return !times || block_major_is_faster(times[sequence * g.kv_heads + kv_head]);
-  }
-
- private:
-  __device__ static bool block_major_is_faster(const LoopOrderCost& t) { return t.block_major < t.query_major; }
 };
 
 struct InverseArgs {

@@ -25,24 +25,31 @@ Status launch_with_fallback(const char* name, Args& args, bool any_fast, const F
 /// The loop orders of the selected branch on Hopper, and what they need (sm90/selected_attention:
 /// forward_block_major.h, loop_order.h).
 struct SelectedOrders {
+  LoopOrder loop_order{};
+  int union_key_dim = 0;  // 0: there is no kernel over unions
   InverseArgs inverse{};
   void* scratch = nullptr;
 
   SelectedOrders(const Branch& b, const sm90::Kernels& hopper, Arena& arena) {
-    if (!b.indices || !hopper.selected_block_major) return;
+    if (!b.indices) return;
     const Geometry& g = b.geometry;
+    if (hopper.selected_union) union_key_dim = to_int(b.q.size(-1));
+    if (hopper.selected_query_major && (hopper.selected_union || hopper.selected_block_major))
+      loop_order.times = arena.take<LoopOrderCost>(std::int64_t{g.batches} * g.kv_heads);
+    if (!hopper.selected_block_major) return;
     inverse = take_lists(b, arena);
-    if (hopper.selected_query_major)
-      inverse.loop_order.times = arena.take<LoopOrderCost>(std::int64_t{g.batches} * g.kv_heads);
+    inverse.loop_order = loop_order;
     scratch =
         arena.take<char>(sm90::selected_attention::QueryBuffers(g, inverse.lists, inverse.topk, b.v.size(-1)).bytes());
   }
   Status run(const SelectedArgs& args, const sm90::Kernels& hopper, Execution& e) const {
-    const LoopOrder& loop_order = inverse.loop_order;
-    if (loop_order.times)
-      if (Status s = status_of(sm90::selected_attention::estimate_loop_order(inverse, e.stream), "estimate_loop_order");
-          !s.ok())
-        return s;
+    if (loop_order.times) {
+      Status s = status_of(sm90::selected_attention::estimate_loop_order(args, loop_order, union_key_dim, e.stream),
+                           "estimate_loop_order");
+      if (!s.ok()) return s;
+    }
+    if (hopper.selected_union)
+      if (Status s = status_of(hopper.selected_union(args, loop_order, e.stream), "selected_union"); !s.ok()) return s;
     if (hopper.selected_block_major) {
       if (Status s = status_of(build_inverse_index(inverse, e.stream), "build_inverse_index"); !s.ok()) return s;
       Status s = status_of(

@@ -7,6 +7,7 @@
 
 #include "core/log.h"
 #include "cuda/common/device.h"
+#include "cuda/sm90/selected_attention/loop_order.h"
 
 namespace nsa::cuda::sm90 {
 namespace {
@@ -15,6 +16,7 @@ template <class T, int Dk, int Dv>
 Kernels instances() {
   return {range_attention::launch_range_forward<T, Dk, Dv>,
           selected_attention::launch_selected_query_major<T, Dk, Dv>,
+          selected_attention::launch_selected_union<T, Dk, Dv>,
           selected_attention::launch_selected_block_major<T, Dk, Dv>,
           range_attention::launch_range_d_q<T, Dk, Dv>,
           selected_attention::launch_selected_d_q<T, Dk, Dv>,
@@ -40,7 +42,8 @@ Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
 constexpr int kMaxBlockMajor = 2, kMaxEitherOrder = 7;
 
 /// Leaves the loop orders of selected attention that can be the faster one.
-void choose_loop_order(Kernels& kernels, int group) {
+void choose_loop_order(Kernels& kernels, int group, int topk) {
+  if (!selected_attention::has_union(group, topk)) kernels.selected_union = nullptr;
   if (group > kMaxEitherOrder) kernels.selected_block_major = nullptr;
   if (group <= kMaxBlockMajor && kernels.selected_block_major) kernels.selected_query_major = nullptr;
 }
@@ -188,13 +191,14 @@ Kernels choose_kernels(const AttentionDesc& call) {
   Kernels kernels = all_kernels(call);
   if (selected_unsupported_reason(call)) {
     kernels.selected_query_major = nullptr;
+    kernels.selected_union = nullptr;
     kernels.selected_block_major = nullptr;
     kernels.selected_d_q = nullptr;
     kernels.selected_d_kv = nullptr;
   }
   // Pairs of rows are stored: those of one query.
   if (call.group % 2 != 0 || !kernels.selected_d_kv) kernels.selected_d_q_of_ds = nullptr;
-  choose_loop_order(kernels, call.group);
+  choose_loop_order(kernels, call.group, call.topk);
   if (selection_unsupported_reason(call)) kernels.compressed_select = nullptr;
   return kernels;
 }
@@ -316,9 +320,10 @@ std::string describe(const KernelQuery& query) {
   const Kernels k = choose_kernels(call);
   line("selected_attention", unserved                  ? portable(unserved)
                              : !k.selected_query_major ? "sm90 block-major, d_q and d_kv"
-                             : !k.selected_block_major
-                                 ? "sm90 query-major, d_q and d_kv"
-                                 : "sm90 query-major or block-major, as the indices decide, d_q and d_kv");
+                             : k.selected_union ? "sm90 query-major or over unions, as the indices decide, d_q and d_kv"
+                             : k.selected_block_major
+                                 ? "sm90 query-major or block-major, as the indices decide, d_q and d_kv"
+                                 : "sm90 query-major, d_q and d_kv");
   line("sliding_window_attention", attention("sm90 range_attention, forward and backward"));
   line("combine", attention("with the window's forward in nsa_attention, else portable kernels"));
   StepDesc step{query.dtype, query.key_dim, query.value_dim, call.group, 1 << 16, query.cfg};

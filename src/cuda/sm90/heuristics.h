@@ -23,9 +23,11 @@ namespace nsa::cuda::sm90 {
 /// Null: there is none.
 struct Kernels {
   cudaError_t (*range_forward)(const RangeArgs&, cudaStream_t) = nullptr;
-  /// Query by query and block by block. Where there are both, both are launched, and the indices decide which of them
-  /// does the work (loop_order.h).
+  /// Query by query, over unions of neighbouring queries' blocks, and block by block. Of the last two there is one at
+  /// most. Where it stands beside the first, both are launched, and the indices decide which of them does the work
+  /// (loop_order.h).
   cudaError_t (*selected_query_major)(const SelectedArgs&, const LoopOrder&, cudaStream_t) = nullptr;
+  cudaError_t (*selected_union)(const SelectedArgs&, const LoopOrder&, cudaStream_t) = nullptr;
   cudaError_t (*selected_block_major)(const selected_attention::BlockMajorArgs&, cudaStream_t) = nullptr;
   /// With a second branch of the same queries: the sum of both, where the second one says.
   cudaError_t (*range_d_q)(const BackwardArgs&, const BackwardArgs* second, cudaStream_t) = nullptr;

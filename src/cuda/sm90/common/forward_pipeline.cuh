@@ -45,6 +45,42 @@ __device__ __forceinline__ void row_maxima(const float (&s)[kKeys / 2], float sc
   }
 }
 
+/// The softmax of the two rows of a lane, and their sums.
+template <int kKeys>
+struct RowSoftmax : SoftmaxReference {
+  float sum[2] = {0, 0};  // this lane's shares
+
+  /// s: raw scores, -inf where masked; become probabilities relative to the new reference. Returns whether what was
+  /// summed before is to be scaled by `factor`. Each row's result depends on that row alone.
+  __device__ __forceinline__ bool update(float (&s)[kKeys / 2], float scale) {
+    float maxima[2];
+    row_maxima<kKeys>(s, scale, maxima);
+    const bool grown = raise(maxima);
+    exponentiate<kKeys>(s, scale);
+    return grown;
+  }
+  /// The two halves of update(): the reference follows the maxima, ...
+  __device__ __forceinline__ bool raise(const float (&maxima)[2]) {
+    return follow(maxima, [&](int i) { sum[i] *= factor[i]; });
+  }
+  /// ... and scores of some of the keys become probabilities.
+  template <int kSome>
+  __device__ __forceinline__ void exponentiate(float (&s)[kSome / 2], float scale) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float even = 0, odd = 0;
+#pragma unroll
+      for (int n = 0; n < kSome / 8; ++n) {
+        float &x = s[4 * n + 2 * i], &y = s[4 * n + 2 * i + 1];
+        x = exp2_fast(fmaf(x, scale, shift(i)));
+        y = exp2_fast(fmaf(y, scale, shift(i)));
+        even += x, odd += y;
+      }
+      sum[i] += even + odd;
+    }
+  }
+};
+
 /// A computing warpgroup's way through the rings of keys and values, which have kStages stages, and barriers for
 /// kBarrierStages.
 template <int Dk, int Dv, int kKeys, int kStages, int kBarrierStages = kStages>

@@ -49,32 +49,6 @@ struct Maps {
   CUtensorMap q, k, v, o_cmp, o_slc;
 };
 
-/// The softmax of the two rows of a lane, and their sums.
-struct RowSoftmax : SoftmaxReference {
-  float sum[2] = {0, 0};  // this lane's shares
-
-  /// s: raw scores, -inf where masked; become probabilities relative to the new reference. Returns whether what was
-  /// summed before is to be scaled by `factor`. Each row's result depends on that row alone.
-  __device__ __forceinline__ bool update(float (&s)[kKeys / 2], float scale) {
-    float maxima[2];
-    row_maxima<kKeys>(s, scale, maxima);
-    const bool grown = follow(maxima, [&](int i) { sum[i] *= factor[i]; });
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float even = 0, odd = 0;
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-        float &x = s[4 * n + 2 * i], &y = s[4 * n + 2 * i + 1];
-        x = exp2_fast(fmaf(x, scale, shift(i)));
-        y = exp2_fast(fmaf(y, scale, shift(i)));
-        even += x, odd += y;
-      }
-      sum[i] += even + odd;
-    }
-    return grown;
-  }
-};
-
 /// Whether the tiles of queries see equally many keys, but for those at the start of a sequence.
 __device__ __forceinline__ bool alike(const RangeArgs& args) {
   return args.window > 0 && args.window <= args.geometry.q_len / 2;
@@ -259,7 +233,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
       }
       last[0] -= kKeys, last[1] -= kKeys;
     };
-    RowSoftmax softmax;
+    RowSoftmax<kKeys> softmax;
     float o[Dv / 2];
 #pragma unroll
     for (float& x : o) x = 0;

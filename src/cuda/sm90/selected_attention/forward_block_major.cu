@@ -384,7 +384,7 @@ __global__ void __launch_bounds__(256) combine_partials(const __grid_constant__ 
   if (row >= buffers.rows || kv_head >= g.kv_heads || all_rows >= buffers.all_rows) return;
   const DeviceSequence seq = sequence_of(g, sequence_at(g, all_rows, [](const RowPrefix& at) { return at.q; }));
   const int query = static_cast<int>(all_rows - row_prefix(g, seq).q);
-  if (query < 0 || query >= seq.q_len || !args.loop_order.block_major(g, seq.index, kv_head)) return;
+  if (query < 0 || query >= seq.q_len || !args.loop_order.takes(true, g, seq.index, kv_head)) return;
   const int at = seq.q_begin + query;
   const unsigned seen = seen_partials(args, call.indices.at<int>(seq.batch, at, kv_head), seq.position(query));
   std::int64_t first = (std::int64_t{row} * buffers.heads_of_buffer + blockIdx.y * g.group) * buffers.partials;

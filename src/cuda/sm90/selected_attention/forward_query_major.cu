@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
   using S = Shape<Dk, Dv, kKeys>;
   extern __shared__ __align__(1024) char memory[];
   if (args.fallback.flag && *args.fallback.flag) return;
+  if (!any_takes(plan, args.geometry)) return;
   const std::uint32_t ring = shared_address(memory);
   auto& control = *reinterpret_cast<SelectedControl*>(memory + plan.slots * S::kSlotBytes);
   const Geometry& g = args.geometry;

@@ -70,7 +70,7 @@ class SelectedReader {
     const int size = c.size[buffer];
 #pragma unroll 1
     for (int first = 0; first < size; first += 32) {
-      const unsigned mine = first + lane < size ? users_of_warp(p, c.users(p, buffer)[first + lane], warp) : 0;
+      const unsigned mine = first + lane < size ? users_of_reader(p, c.users(p, buffer)[first + lane], warp) : 0;
 #pragma unroll 1
       for (unsigned rest = __ballot_sync(0xffffffffu, mine != 0); rest; rest &= rest - 1) {
         const int i = __ffs(static_cast<int>(rest)) - 1;
@@ -84,14 +84,33 @@ class SelectedReader {
         }
       }
     }
-    mbarrier_arrive(shared_address(&c.union_empty[buffer]));  // every lane has read the union
-    base_ += Shape::kFills * p.tiles_per_block * static_cast<unsigned>(size);
+    leave(buffer, size);
+  }
+
+  /// The position of a tile of keys of the union at work.
+  __device__ __forceinline__ unsigned position(unsigned tile) const {
+    if (!Shape::kLateValues) return base_ + Shape::kFills * tile;
+    return base_ + 2 * tile - (tile > 0);
+  }
+  /// The same of its values.
+  __device__ __forceinline__ unsigned values_position(unsigned tile, unsigned tiles) const {
+    if (!Shape::kLateValues) return base_ + 2 * tile + 1;
+    return base_ + 2 * tile + 1 + (tile + 1 < tiles);
+  }
+  /// The union at work has `size` blocks, and every lane has read it.
+  __device__ __forceinline__ void leave(int buffer, int size) {
+    mbarrier_arrive(shared_address(&control_.union_empty[buffer]));
+    base_ += Shape::kFills * plan_.tiles_per_block * static_cast<unsigned>(size / Shape::kTileBlocks);
   }
 
   __device__ __forceinline__ SelectedSlot at(unsigned position) {
     // The earlier fill with the same barrier must be over: a fill that reuses its slot has been issued.
     while (static_cast<int>(position - issued_) > kFullBarriers - plan_.slots - 1)
       issued_ = published(&control_.issued);
+    return slot(position);
+  }
+  /// The same of a fill that is known to be issued.
+  __device__ __forceinline__ SelectedSlot slot(unsigned position) const {
     const unsigned slot = position - plan_.by_slots.divide(static_cast<int>(position)) * plan_.by_slots.divisor;
     return {.tile = ring_ + slot * Shape::kSlotBytes,
             .full = shared_address(&control_.full[position % kFullBarriers]),
@@ -191,16 +210,19 @@ __device__ __forceinline__ void hide_keys(const SelectedLimits& limits, unsigned
       if (n * 8 + 2 * (lane & 3) + i % 2 > limit[i / 2]) hide(n, i);
 }
 
-/// Tensor maps of keys and values, and a launch on as many thread blocks as there are SMs.
-template <class Shape, class Args>
-cudaError_t launch_selected(void (*kernel)(Args, GatherPlan, CUtensorMap, CUtensorMap), const Args& args,
-                            cudaStream_t stream, const LoopOrder& loop_order = {}) {
+/// Tensor maps of keys and values, and a launch on as many thread blocks as there are SMs. `more`: what the kernel
+/// takes beside them.
+template <class Shape, class Args, class... More>
+cudaError_t launch_selected(void (*kernel)(Args, GatherPlan, CUtensorMap, CUtensorMap, More...), const Args& args,
+                            cudaStream_t stream, const LoopOrder& loop_order = {}, bool alternative = false,
+                            const More&... more) {
   const Geometry& g = args.geometry;
   GatherPlan plan = make_gather_plan<Shape>(g, args.topk, args.block_size);
   plan.loop_order = loop_order;
+  plan.alternative = alternative;
   if (plan.total == 0) return cudaSuccess;
   const auto map = [&](CUtensorMap& to, const Strided& t, int dim) {
-    return make_tensor_map(to, t, dim, g.kv_heads, key_rows(g, false), tensor_batches(g), 1, Shape::kKeys);
+    return make_tensor_map(to, t, dim, g.kv_heads, key_rows(g, false), tensor_batches(g), 1, Shape::kBoxKeys);
   };
   CUtensorMap k_map, v_map{};
   int num_sms = 0;
@@ -208,7 +230,8 @@ cudaError_t launch_selected(void (*kernel)(Args, GatherPlan, CUtensorMap, CUtens
   if (error == cudaSuccess && Shape::kFills == 2) error = map(v_map, args.v, Shape::kValueDim);
   if (error == cudaSuccess) error = sm_count(num_sms);
   if (error != cudaSuccess) return error;
-  return launch(kernel, std::min(plan.total, num_sms), Shape::kThreads, plan.memory, stream, args, plan, k_map, v_map);
+  return launch(kernel, std::min(plan.total, num_sms), Shape::kThreads, plan.memory, stream, args, plan, k_map, v_map,
+                more...);
 }
 
 }  // namespace nsa::cuda::sm90::selected_attention

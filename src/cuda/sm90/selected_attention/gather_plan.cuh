@@ -20,7 +20,7 @@ inline constexpr int kMaxEntries = 1024;       // of the lists of a tile, unless
 struct GatherPlan {
   int block_size, topk, tiles_per_block;  // keys of a block; entries of a list; key tiles of a block
   HeadPacking packing;                    // the heads of a query in a warp's sixteen rows; slices of a group
-  int together, queries;                  // queries of a warp, of a tile
+  int together, queries;                  // queries of a reader, of a tile
   int tiles, total;                       // per sequence and slice, an upper bound; in all
   bool longest_first;                     // in the order of the tiles: see SelectedTile
   int inner;                              // tiles that follow each other: of one head, or of all heads
@@ -30,23 +30,30 @@ struct GatherPlan {
   int memory;      // bytes of shared memory
   FastDivmod by_queries, by_slots;
   LoopOrder loop_order;  // tiles of those that take the other order are left out
+  bool alternative;      // this kernel is the alternative of the two orders
 };
 
 /// In shared memory behind the ring and what a kernel has of its own.
 struct SelectedControl {
   std::uint64_t full[kFullBarriers], empty[kMaxSlots], union_full[2], union_empty[2];
-  int size[2];  // blocks of a union
+  int size[2];       // blocks of a union
+  unsigned head[2];  // where the ways of its readers begin, as `links`
   unsigned issued;
   unsigned unused;
   // Then arrays of plan.entries:
-  //   uint2 users[2]             bit q: query q of the tile uses the block
-  //   int block[2]               and, from bit kIdleShift on, how many warps do not use it
+  //   uint2 users[2]             bit q: query q of the tile uses the block. Where readers are warpgroups, which have
+  //                              at most 24 queries together, the second word is their links
+  //   int block[2]               and, from bit kIdleShift on, how many warps do not use its fill
   //   int wanted                 what the lists say: block or -1; entry number = rank * queries + query
   //   unsigned first             (entries / 32) bit e: entry e is the first one of its block
   //   unsigned table             (2^table_bits) the first entry of a block, kNone: free
 
   static constexpr unsigned kNone = 0xffffffffu;
   static constexpr int kIdleShift = 26, kBlockMask = (1 << kIdleShift) - 1;  // blocks have 32 keys at least
+  static constexpr int kNoBlock = kBlockMask;                                // half of a fill without a block
+  // Links: for each reader the number of the next fill (of keys) that it uses, kLinkBits each.
+  static constexpr int kLinkBits = 10;
+  static constexpr unsigned kNoLink = (1u << kLinkBits) - 1;
 
   __device__ uint2* users(const GatherPlan& p, int buffer) {
     return reinterpret_cast<uint2*>(this + 1) + buffer * p.entries;
@@ -64,18 +71,23 @@ struct SelectedControl {
   }
 };
 
-/// What a kernel knows when compiled: head dims (Dv = 0: it needs no values), keys of a tile, consumer warps, and bytes
-/// of shared memory that it needs for itself, a multiple of 16.
-template <int Dk, int Dv, int kTileKeys, int kConsumers, int kMore = 0>
+/// What a kernel knows when compiled: head dims (Dv = 0: it needs no values), keys of a tile, consumer warps, bytes of
+/// shared memory that it needs for itself, a multiple of 16, the warps of a reader, which goes through the ring by
+/// itself (a warp or a warpgroup), and the blocks of a tile: two where blocks are half as long as tiles.
+template <int Dk, int Dv, int kTileKeys, int kConsumers, int kMore = 0, int kWarpsOfReader = 1, int kBlocksOfTile = 1>
 struct SelectedShape {
   static constexpr int kKeyDim = Dk, kValueDim = Dv, kKeys = kTileKeys;
+  static constexpr int kTileBlocks = kBlocksOfTile, kBoxKeys = kKeys / kTileBlocks;  // of a block in a tile
+  static constexpr int kReaderWarps = kWarpsOfReader, kReaders = kConsumers / kReaderWarps;
   static constexpr int kFills = Dv > 0 ? 2 : 1;  // of the ring for a tile
+  // Values follow the keys of the next tile in the ring: a warpgroup multiplies them while it has those.
+  static constexpr bool kLateValues = kReaderWarps > 1;
   static constexpr int kWarps = kConsumers, kThreads = kWarps * 32 + kProducers;
   static constexpr int kSlotBytes = kKeys * (Dk > Dv ? Dk : Dv) * 2, kMoreBytes = kMore;
   // Registers: together those that the threads have at the launch.
   static_assert(kWarps == 8 || kWarps == 12 || kWarps == 16);
-  static constexpr int kConsumerRegisters = kWarps == 16 ? 112 : kWarps == 12 ? 160 : 224;
-  static constexpr int kProducerRegisters = kWarps == 8 ? 56 : 32;
+  static constexpr int kConsumerRegisters = kReaderWarps > 1 ? 152 : kWarps == 16 ? 112 : kWarps == 12 ? 160 : 224;
+  static constexpr int kProducerRegisters = kWarps == 8 || kReaderWarps > 1 ? 56 : 32;
 };
 
 /// Queries whose rows a warp has, of `warps` in a tile.
@@ -89,10 +101,10 @@ GatherPlan make_gather_plan(const Geometry& g, int topk, int block_size) {
   GatherPlan p{};
   p.block_size = block_size;
   p.topk = topk;
-  p.tiles_per_block = block_size / Shape::kKeys;
+  p.tiles_per_block = block_size / Shape::kBoxKeys;
   p.packing = HeadPacking(g.group);
-  p.together = queries_of_warp(g, topk, kWarps);
-  p.queries = kWarps * p.together;
+  p.together = Shape::kReaderWarps == 1 ? queries_of_warp(g, topk, kWarps) : p.packing.queries;
+  p.queries = Shape::kReaders * p.together;
   p.tiles = static_cast<int>(ceil_div(g.q_len, p.queries));
   const int lines = g.kv_heads * p.packing.slices * g.batches;
   p.total = p.tiles * lines;
@@ -144,10 +156,10 @@ struct SelectedRow {
   }
 };
 
-/// The queries of warp `warp` among the users of a block.
-__device__ __forceinline__ unsigned users_of_warp(const GatherPlan& p, uint2 users, int warp) {
+/// The queries of a reader among the users of a block.
+__device__ __forceinline__ unsigned users_of_reader(const GatherPlan& p, uint2 users, int reader) {
   const std::uint64_t all = static_cast<std::uint64_t>(users.y) << 32 | users.x;
-  return static_cast<unsigned>(all >> (warp * p.together)) & ((1u << p.together) - 1);
+  return static_cast<unsigned>(all >> (reader * p.together)) & ((1u << p.together) - 1);
 }
 
 /// The number of issued fills, from the copier to the consumers. A store and loads would do, but racecheck takes them
@@ -161,6 +173,15 @@ __device__ __forceinline__ unsigned published(unsigned* count) {
   return warp_uniform(x);  // without it ptxas takes the number for one that differs by lane, and spills
 }
 
+/// Whether any sequence and KV head takes the order of this kernel. All threads of the thread block.
+__device__ inline bool any_takes(const GatherPlan& p, const Geometry& g) {
+  if (!p.loop_order.times) return true;
+  int any = 0;
+  for (int i = threadIdx.x; i < g.batches * g.kv_heads; i += blockDim.x)
+    any |= p.loop_order.takes(p.alternative, g, i / g.kv_heads, i % g.kv_heads);
+  return __syncthreads_or(any);
+}
+
 /// Walks the tiles of this thread block: body(tile, its number, buffer, phase of its `union_full`).
 template <class Body>
 __device__ __forceinline__ void for_tiles(const GatherPlan& p, const Geometry& g, const Body& body) {
@@ -168,7 +189,7 @@ __device__ __forceinline__ void for_tiles(const GatherPlan& p, const Geometry& g
 #pragma unroll 1
   for (int index = blockIdx.x; index < p.total; index += gridDim.x) {
     const SelectedTile tile(p, g, index);
-    if (tile.empty() || !p.loop_order.query_major(g, tile.seq.index, tile.kv_head)) continue;
+    if (tile.empty() || !p.loop_order.takes(p.alternative, g, tile.seq.index, tile.kv_head)) continue;
     body(tile, index, static_cast<int>(turn & 1), turn >> 1 & 1);
     ++turn;
   }

@@ -12,6 +12,9 @@ namespace nsa::cuda::sm90::selected_attention {
 // null then.
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_query_major(const SelectedArgs&, const LoopOrder&, cudaStream_t);
+/// Where has_union().
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_selected_union(const SelectedArgs&, const LoopOrder&, cudaStream_t);
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_block_major(const BlockMajorArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
