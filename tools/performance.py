@@ -71,7 +71,8 @@ def ratios():
         rows.append([f"CPU (2 threads), {title}, over dense attention (torch)", "paper", *cells])
     note = (
         "Recipe: the [default of nsa train](docs/guide/training.md#recipe-or-paper). Below the first row attention "
-        "alone, in bfloat16. \\* Dense time extrapolated. Details: [performance](docs/performance.md)."
+        f"alone, in bfloat16, with {bench.blocks()} on the GPU. \\* Dense time extrapolated. Details: "
+        "[performance](docs/performance.md)."
     )
     return f"{table(rows)}\n\n{fill(note)}"
 

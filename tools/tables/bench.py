@@ -38,7 +38,12 @@ class Bench:
     def problem(self):
         s = self.settings
         dims = f"D = {s['head_dim']}" if s["head_dim"] == s["v_head_dim"] else f"{s['head_dim']}/{s['v_head_dim']}"
-        return f"B = 1, H = {s['num_heads']}, Hkv = {s['num_kv_heads']}, {dims}, {s['dtype']}"
+        return f"B = 1, H = {s['num_heads']}, Hkv = {s['num_kv_heads']}, {dims}, {s['dtype']}, {self.blocks()}"
+
+    def blocks(self):
+        """The pattern of the blocks that it attends to."""
+        overlap = self.settings.get("neighbour_overlap")
+        return f"{self.settings['selection']} blocks" + (f" (neighbour overlap {overlap})" if overlap else "")
 
 
 def crossovers(bench, rivals=("dense",)):

@@ -27,8 +27,8 @@ def gpu_times(bench):
 
 def gpu_end_to_end():
     bench = Bench("bench_cuda.json")
-    given, rates = bench.settings["selection"], bench.all["rates"]
-    attends = "the blocks that it selects" if given == "own" else f"given {given} blocks; its own selection still runs"
+    own, rates = bench.settings["selection"] == "own", bench.all["rates"]
+    attends = "the blocks that it selects" if own else "given blocks; its own selection still runs"
     yield "## End to end on a GPU, against dense attention"
     yield "![attention time over context length on a GPU, with the stages of NSA](images/cuda_time.png)"
     unit = (

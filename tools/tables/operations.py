@@ -50,9 +50,11 @@ def groups():
     runs = stage_runs("cuda_stages_groups.txt")
     commands = "\n".join(f"    {heading.split(': ', 1)[0]}" for heading, _ in runs)
     about = runs[0][0].split(": ", 1)[1]
+    stages = {stage for _, found in runs for rows in found.values() for stage in rows}
+    patterns = [p for p in ("random", "clustered", "model-like") if f"nsa_attention, {p}" in stages]
     problem = (
         "B = 1, H = 64, D = 128, bfloat16, defaults, `nsa_attention` without compression. Medians in ms with given "
-        "blocks, random / clustered. G query heads share a KV head. In brackets the workspace in MiB."
+        f"blocks, {' / '.join(patterns)}. G query heads share a KV head. In brackets the workspace in MiB."
     )
     yield fill(f"{about}: {problem}") + f"\n\n{commands}"
     lengths = sorted({length for _, found in runs for length in found})
@@ -65,7 +67,7 @@ def groups():
             row[0] += f", keys of {wide[1]}"
         for name in names.values():
             for length in lengths:
-                both = [found.get(length, {}).get(f"{name}, {blocks}") for blocks in ("random", "clustered")]
+                both = [found.get(length, {}).get(f"{name}, {blocks}") for blocks in patterns]
                 row.append(f"{' / '.join(figure(b[0]) for b in both)} ({both[0][1]:.0f})" if all(both) else "")
         rows.append(row)
     yield table(rows)
@@ -81,7 +83,7 @@ def minimax():
     yield source(
         gpu_of(bench.machine),
         {key: bench.all[key] for key in ("date", "commit", "command")},
-        f"{bench.problem()}, {s['topk']} {s['selection']} blocks of {s['block_size']}",
+        f"{bench.problem()}, {s['topk']} of {s['block_size']} tokens",
         unit,
     )
     passes = {
