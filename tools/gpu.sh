@@ -173,7 +173,7 @@ for step in $steps; do
       ;;
     bench)
       if [[ -x $NSA_PROGRAM ]]; then
-        dense=(--selection random --longest-dense-forward 262144 --no-plain --budget 0.4)
+        dense=(--longest-dense-forward 262144 --no-plain --budget 0.4)
         flash3=${FLASH3:-$(find_flash3)}
         [[ -z $flash3 ]] || dense+=(--flash3 "$flash3")
         run bench build-gpu/bin/nsa bench --device cuda --lengths 4096,6144,7168,8192,10240,16384,32768,65536,131072,262144 \
@@ -185,7 +185,7 @@ for step in $steps; do
         cat "$logs/recipe.log"
         # MiniMax-M3's attention: 16 blocks of 128.
         run minimax_m3 build-gpu/bin/nsa bench --device cuda --lengths 8192,65536 --heads 64 --kv-heads 4 --head-dim 128 \
-          --block-size 128 --topk 16 --selection random --only selected_attention --budget 0.5 \
+          --block-size 128 --topk 16 --only selected_attention --budget 0.5 \
           --json "$(dirname "$results")/bench_minimax_m3.json"
         cat "$logs/minimax_m3.log"
       fi
@@ -197,7 +197,7 @@ for step in $steps; do
       decode decode --batch 32,8,1 --kernels
       decode decode_layers --batch 8,1 --layers 32
       decode decode_several --batch 32,1 --new 2,4,16 --selection random
-      decode decode_clustered --batch 32,1 --new 2,4,16 --selection clustered
+      decode decode_model_like --batch 32,1 --new 2,4,16 --selection model-like
       decode decode_ragged --batch 32 --ragged
       decode decode_fp8 --batch 32,8,1 --cache fp8
       decode decode_keys192 --batch 32,8,1 --key-dim 192

@@ -1,7 +1,8 @@
 // Times decode steps on one GPU, through the public API.
 //
-//   cuda_decode [--context 65536] [--batch 32,8,1] [--new 1] [--selection own|random|clustered] [--ragged] [--layers 0]
-//               [--cache bfloat16] [--heads 64] [--kv-heads 4] [--key-dim 128] [--engine] [--kernels] [--json FILE]
+//   cuda_decode [--context 65536] [--batch 32,8,1] [--new 1] [--selection own|random|clustered|model-like]
+//               [--ragged] [--layers 0] [--cache bfloat16] [--heads 64] [--kv-heads 4] [--key-dim 128]
+//               [--engine] [--kernels] [--json FILE]
 //
 //   --new        new tokens of a step
 //   --ragged     lengths between 1024 and twice the context, evenly on a logarithmic scale

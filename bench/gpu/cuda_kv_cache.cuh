@@ -5,8 +5,7 @@
 //   --capacity   tokens of each sequence of the cache, if that is more than it gets
 //   --key-dim    of queries and keys (128); values have 128
 //   --cache      bfloat16, fp8 (e4m3 with scales), or both with a comma: a row for each
-//   --selection  own: the call selects its blocks. random, clustered: given blocks, of neighbouring queries four
-//                fifths alike or none
+//   --selection  own: the call selects its blocks. random, clustered, model-like: given blocks (src/bench/selection.h)
 //   --engine     packed new tokens, compressed tokens in the pages of their tokens, window and raw tokens in pages
 //   --kernels    the kernels of a call: registers, shared memory, clusters that fit
 //
@@ -20,10 +19,10 @@
 #include <functional>
 #include <map>
 #include <numeric>
-#include <set>
 #include <string>
 #include <utility>
 
+#include "bench/selection.h"
 #include "cuda_device.cuh"
 #include "nsa/decode.h"
 
@@ -41,6 +40,10 @@ struct CommonOptions {
   bool engine = false, kernels = false;
   bool mixed = false;  // with engine: the last sequence has all new tokens of a call, the others one each
 };
+
+inline bool is_pattern(const std::string& name) {
+  return name == "own" || name == "random" || name == "clustered" || name == "model-like";
+}
 
 [[noreturn]] inline void refuse(const std::string& why) {
   std::fprintf(stderr, "%s: %s\n", program_invocation_short_name, why.c_str());
@@ -85,7 +88,7 @@ inline void read_options(int argc, char** argv, CommonOptions& options, std::map
       options.caches.clear();
       if (value != "fp8") options.caches.push_back(DType::kBFloat16);
       if (value != "bfloat16") options.caches.push_back(DType::kFloat8E4M3);
-    } else if (name == "--selection" && (value == "own" || value == "random" || value == "clustered")) {
+    } else if (name == "--selection" && is_pattern(value)) {
       options.selection = value;
     } else if (!take(name, value)) {
       refuse(name + " " + value + ": not an option");
@@ -238,34 +241,17 @@ inline TensorView page_table(Tensors& device, std::int64_t batch, std::int64_t p
   return device.integers(table, {batch, pages});
 }
 
-inline unsigned random_number() {
-  static unsigned x = 1;
-  x = x * 1664525u + 1013904223u;
-  return x >> 8;
-}
-
-/// Blocks for every query and KV head: the first one, the last two, and others; `kept` of five of the query before.
-inline std::vector<int> made_up_blocks(std::int64_t batch, std::int64_t m, std::int64_t kv_heads, std::int64_t shortest,
-                                       const NSAConfig& cfg, unsigned kept) {
+/// (batch, m, kv_heads, topk): blocks of the new tokens behind `context` others.
+inline std::vector<int> given_blocks(Selection selection, const NSAConfig& cfg, std::int64_t batch, std::int64_t m,
+                                     std::int64_t kv_heads, std::int64_t context) {
+  const auto heads_last = chosen_blocks(selection, cfg, context + m, batch * kv_heads, kModelOverlap, context);
   std::vector<int> all;
-  const int blocks = static_cast<int>(shortest / cfg.block_size);
-  std::vector<std::set<int>> before(static_cast<std::size_t>(batch * kv_heads));
-  std::vector<std::vector<int>> rows(static_cast<std::size_t>(batch * m * kv_heads));
+  all.reserve(heads_last.size());
   for (std::int64_t b = 0; b < batch; ++b)
-    for (std::int64_t r = 0; r < m; ++r)
-      for (std::int64_t h = 0; h < kv_heads; ++h) {
-        std::set<int>& last = before[static_cast<std::size_t>(b * kv_heads + h)];
-        std::set<int> now{0, blocks - 1, blocks - 2};
-        for (const int block : last)
-          if (static_cast<int>(now.size()) < cfg.topk && random_number() % 5 < kept) now.insert(block);
-        while (static_cast<int>(now.size()) < std::min(cfg.topk, blocks))
-          now.insert(static_cast<int>(random_number() % static_cast<unsigned>(blocks)));
-        last = now;
-        std::vector<int>& row = rows[static_cast<std::size_t>((b * m + r) * kv_heads + h)];
-        row.assign(now.begin(), now.end());
-        row.resize(static_cast<std::size_t>(cfg.topk), -1);
-      }
-  for (const auto& row : rows) all.insert(all.end(), row.begin(), row.end());
+    for (std::int64_t r = 0; r < m; ++r) {
+      const auto row = heads_last.begin() + (r * batch + b) * kv_heads * cfg.topk;
+      all.insert(all.end(), row, row + kv_heads * cfg.topk);
+    }
   return all;
 }
 
@@ -338,9 +324,9 @@ inline DecodeParams make_params(Tensors& device, const std::vector<int>& lengths
     p.indices = device.tensor(DType::kInt32, {batch, m, options.kv_heads, cfg.topk});
   } else {
     const int shortest = *std::min_element(lengths.begin(), lengths.end());
-    p.block_indices = device.integers(
-        made_up_blocks(batch, m, options.kv_heads, shortest, cfg, options.selection == "clustered" ? 4 : 0),
-        {batch, m, options.kv_heads, cfg.topk});
+    p.block_indices =
+        device.integers(given_blocks(parse_selection(options.selection), cfg, batch, m, options.kv_heads, shortest),
+                        {batch, m, options.kv_heads, cfg.topk});
   }
   if (options.engine) to_memory_of_an_engine(device, p, batch, m, pages, stored, options);
   return p;

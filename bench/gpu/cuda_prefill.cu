@@ -1,6 +1,6 @@
 // Times prefill of a chunk behind a cache on one GPU, through the public API.
 //
-//   cuda_prefill [--chunk 8192] [--context 65536] [--batch 32,8,1] [--selection own|random|clustered]
+//   cuda_prefill [--chunk 8192] [--context 65536] [--batch 32,8,1] [--selection own|random|clustered|model-like]
 //                [--cache bfloat16] [--heads 64] [--kv-heads 4] [--engine] [--mixed] [--kernels]
 //
 //   --chunk      the last so many tokens of the context are new

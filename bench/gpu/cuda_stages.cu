@@ -1,16 +1,17 @@
 // Times every stage of NSA on one GPU, forward and backward, through the public API.
 //   cuda_stages [--heads 64] [--kv-heads 4] [--key-dim 128] [--kernel-size 32] [--kernel-stride 16] [--block-size 64]
 //               [--forward] [--idle] [--only TEXT] [length ...]
-// B = 1, values of 128, bfloat16, MLP phi and the mean, otherwise default hyperparameters; --forward leaves out the
-// backward, --only all rows without TEXT in their names. Medians of 7 calls in milliseconds, L2 flushed
-// before each; with --idle the host waits for the flush, so that its time until the first launch counts. Each row has
-// its workspace, and the rows of its stages follow.
+// B = 1, values of 128, bfloat16, MLP phi and the mean, otherwise default hyperparameters; given blocks, random and
+// model-like (src/bench/selection.h). --forward leaves out the backward, --only all rows without TEXT in their names.
+// Medians of 7 calls in milliseconds, L2 flushed before each; with --idle the host waits for the flush, so that its
+// time until the first launch counts. Each row has its workspace, and the rows of its stages follow.
 #include <cmath>
 #include <functional>
 #include <string>
 #include <string_view>
 #include <utility>
 
+#include "bench/selection.h"
 #include "cuda_device.cuh"
 #include "nsa/operations.h"
 
@@ -18,30 +19,6 @@ namespace {
 
 using namespace nsa;
 using namespace nsa::bench;
-
-/// First, previous and own block, and 13 others: uniform (random), or drifting slowly with the query (clustered).
-__global__ void fill_indices(int* p, int length, int heads, int block_size, bool clustered) {
-  const int i = blockIdx.x * 256 + threadIdx.x;
-  if (i >= length * heads) return;
-  const int t = i / heads, head = i % heads, last = t / block_size;
-  int* row = p + static_cast<std::int64_t>(i) * 16;
-  int n = 0;
-  const auto add = [&](int b) {
-    for (int j = 0; j < n; ++j)
-      if (row[j] == b) return;
-    row[n++] = b;
-  };
-  add(0), add(last);
-  if (last > 0) add(last - 1);
-  for (int k = 0; n < 16 && n <= last; ++k) {
-    const int slot = k % 13, round = k / 13;
-    const unsigned seed =
-        clustered ? static_cast<unsigned>((t + slot * 5) / 48 * 16 + slot) : static_cast<unsigned>(t * 16 + slot);
-    add(static_cast<int>(hash(seed * 64 + static_cast<unsigned>(head) + static_cast<unsigned>(round) * 0x51ed270bu) %
-                         static_cast<unsigned>(last + 1)));
-  }
-  while (n < 16) row[n++] = -1;
-}
 
 /// Only rows with this in their names are timed.
 std::string_view only;
@@ -88,7 +65,7 @@ class Stages {
       std::vector<float> times;
       for (const auto& call : calls_) times.push_back(call[i].second);
       std::ranges::sort(times);
-      std::printf("    %-32s %9.3f ms\n", calls_[0][i].first.c_str(), times[times.size() / 2]);
+      std::printf("    %-38s %9.3f ms\n", calls_[0][i].first.c_str(), times[times.size() / 2]);
     }
   }
 
@@ -131,7 +108,7 @@ void time(const char* name, const Params& params, Status (*operation)(const Para
   }
   check(cudaFree(context.workspace), "cudaFree");
   std::sort(times.begin(), times.end());
-  std::printf("  %-34s %9.3f ms   workspace %8.1f MiB\n", name, times[times.size() / 2],
+  std::printf("  %-40s %9.3f ms   workspace %8.1f MiB\n", name, times[times.size() / 2],
               static_cast<double>(context.workspace_size) / (1 << 20));
   stages.print();
   std::fflush(stdout);
@@ -155,11 +132,10 @@ void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, const
                        dev.random({kv, 2 * dk, dk}, 0.06f),
                        {}};
   const TensorView k_c = dev.random({1, nc, kv, dk}), v_c = dev.random({1, nc, kv, dv});
-  const TensorView random = dev.tensor(DType::kInt32, {1, s, kv, 16}),
-                   clustered = dev.tensor(DType::kInt32, {1, s, kv, 16});
-  for (const TensorView* indices : {&random, &clustered})
-    fill_indices<<<static_cast<unsigned>((s * kv + 255) / 256), 256>>>(
-        indices->as<int>(), static_cast<int>(s), static_cast<int>(kv), cfg.block_size, indices == &clustered);
+  const auto given = [&](Selection pattern) {
+    return dev.integers(chosen_blocks(pattern, cfg, s, kv), {1, s, kv, cfg.topk});
+  };
+  const TensorView random = given(Selection::kRandom), model_like = given(Selection::kModelLike);
   std::printf("S = %lld, H = %lld, Hkv = %lld, keys of %lld", static_cast<long long>(s), static_cast<long long>(h),
               static_cast<long long>(kv), static_cast<long long>(dk));
   if (!(cfg == NSAConfig{}))
@@ -196,14 +172,14 @@ void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, const
   time("select_blocks", select, nsa::select_blocks, flush);
   SelectedAttentionParams slc{q, k_slc, v_slc, random, cfg.block_size, {}, {}, whole.o_slc, whole.lse_slc};
   time("selected_attention, random", slc, nsa::selected_attention, flush);
-  slc.indices = clustered;
-  time("selected_attention, clustered", slc, nsa::selected_attention, flush);
+  slc.indices = model_like;
+  time("selected_attention, model-like", slc, nsa::selected_attention, flush);
   SlidingWindowAttentionParams swa{q, k_swa, v_swa, 512, {}, {}, whole.o_swa, whole.lse_swa};
   time("sliding_window_attention", swa, nsa::sliding_window_attention, flush);
   time("combine", CombineParams{whole.o_cmp, whole.o_slc, whole.o_swa, gates, whole.o}, nsa::combine, flush);
   time("nsa_attention, random", whole, nsa::nsa_attention, flush);
-  whole.block_indices = clustered;
-  time("nsa_attention, clustered", whole, nsa::nsa_attention, flush);
+  whole.block_indices = model_like;
+  time("nsa_attention, model-like", whole, nsa::nsa_attention, flush);
   if (!backward) return;
 
   const auto like = [&](const TensorView& t) {
@@ -212,8 +188,9 @@ void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, const
   const TensorView d_q = like(q);
   time("compressed_attention backward", CompressedAttentionBackwardParams{cmp, d_o, d_q, like(k_c), like(v_c)},
        nsa::compressed_attention_backward, flush);
-  time("selected_attention backward, clust.", SelectedAttentionBackwardParams{slc, d_o, d_q, like(k_slc), like(v_slc)},
-       nsa::selected_attention_backward, flush);
+  time("selected_attention backward, model-like",
+       SelectedAttentionBackwardParams{slc, d_o, d_q, like(k_slc), like(v_slc)}, nsa::selected_attention_backward,
+       flush);
   slc.indices = random;
   check(cudaDeviceSynchronize(), "sync");
   time("selected_attention backward, random", SelectedAttentionBackwardParams{slc, d_o, d_q, like(k_slc), like(v_slc)},
@@ -224,7 +201,7 @@ void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, const
   NsaAttentionBackwardParams back{
       whole,       d_o,         d_q,         like(k_c),   like(v_c),
       like(k_slc), like(v_slc), like(k_swa), like(v_swa), dev.tensor(DType::kBFloat16, {1, s, h, 3})};
-  time("nsa_attention backward, clustered", back, nsa::nsa_attention_backward, flush);
+  time("nsa_attention backward, model-like", back, nsa::nsa_attention_backward, flush);
   back.forward.block_indices = random;
   time("nsa_attention backward, random", back, nsa::nsa_attention_backward, flush);
 }

@@ -9,8 +9,8 @@ skipped. They need the packages triton and einops.
 
 B = 1, bfloat16, default hyperparameters, compression by the mean; H = 64, Hkv = 4 and D = 128 unless said otherwise.
 Within a stage calls of the implementations alternate, L2 is flushed before every call, and times are medians. Selected
-attention and end to end use given blocks, while each implementation's own selection still runs. The blocks are
-`random`, or `clustered`: neighbouring queries share about three quarters. The others have no sliding window, so torch's
+attention and end to end use given blocks, those of `nsa bench --selection` (model-like, random, clustered), while each
+implementation's own selection still runs. The others have no sliding window, so torch's
 FlashAttention-2 computes it. Dense attention is that of torch by cuDNN and by FlashAttention-2, and FlashAttention-3 if
 a package of it is installed (flash_attn_3, tokenspeed-fa3, or fa3-fwd, which has no backward). FlashAttention-2 gets
 its values padded where they are narrower than the keys.
@@ -27,6 +27,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from pathlib import Path
@@ -34,12 +35,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 KERNEL, STRIDE, BLOCK, TOPN, INIT, LOCAL, WINDOW = 32, 16, 64, 16, 1, 2, 512
-# Number of queries after which a block's random score is redrawn, with a random phase per block.
-PATTERNS = {"random": 1, "clustered": 3}
+PATTERNS = ("model-like", "random", "clustered")
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "build-gpu" / "bin" / "nsa"
 
 
 class Problem(NamedTuple):
@@ -53,31 +55,17 @@ class Problem(NamedTuple):
         return self.key_dim**-0.5
 
 
-def chosen_blocks(length, period, kv_heads, device="cuda"):
-    """int32 (length, kv_heads, TOPN), ascending, then -1: the forced blocks, and the others by scores of chance."""
-    blocks = torch.arange(-(-length // BLOCK), device=device)
-    heads = torch.arange(kv_heads, device=device)[:, None]
-    chosen = torch.full((length, kv_heads, TOPN), -1, dtype=torch.int32, device=device)
-    for rows in torch.arange(length, device=device).split(1024):
-        x = (rows[:, None, None] + blocks) // period * 1_000_003 + blocks * 8191 + heads * 131  # index of the draw
-        for factor in (0x9E3779B97F4A7C1, 0x2545F4914F6CDD1D):
-            x = x * factor
-            x = x ^ (x >> 29)
-        score = (x & 0xFFFFFF).float()
-        own = (rows // BLOCK)[:, None, None]
-        score[((blocks < INIT) | (blocks > own - LOCAL)).expand_as(score)] = 2**25
-        score[(blocks > own).expand_as(score)] = -1
-        value, index = score.topk(min(TOPN, len(blocks)))
-        index = index.masked_fill(value < 0, len(blocks)).sort().values
-        chosen[rows, :, : index.shape[-1]] = index.masked_fill(index == len(blocks), -1).int()
-    return chosen
-
-
-def shared_by_neighbours(chosen):
-    """The share of a query's blocks that the query before took too, where there is a choice."""
-    before, after = (rows.split(1024) for rows in (chosen[TOPN * BLOCK : -1], chosen[TOPN * BLOCK + 1 :]))
-    shared = sum((a[..., None] == b[..., None, :]).sum().item() for a, b in zip(before, after, strict=True))
-    return shared / max(chosen[TOPN * BLOCK + 1 :].numel(), 1)
+def given_blocks(program, pattern, length, kv_heads, heads=64):
+    """The blocks that `nsa bench --selection PATTERN` attends to, int32 (length, kv_heads, TOPN): ascending, then -1;
+    and the share of a query's blocks that the previous query has too, None without a choice."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "blocks.safetensors"
+        options = ["--lengths", length, "--heads", heads, "--kv-heads", kv_heads, "--selection", pattern]
+        command = [program, "bench", "--device", "cpu", *map(str, options), "--write-blocks", path]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        with safe_open(path, "pt") as file:
+            overlap = json.loads(file.metadata()["layers.0.neighbour_overlap"])
+            return file.get_tensor("layers.0"), overlap
 
 
 # ------------------------------------------------------------------------------------------ the sliding window of peers
@@ -397,15 +385,16 @@ def relative_difference(out, reference):
     return math.sqrt(different / sum(b.square().sum().item() for _, b in pairs))
 
 
-def measure_length(implementations, problem, length, repeats, only):
+def measure_length(implementations, problem, program, length, repeats, only):
     torch.manual_seed(0)
     heads, kv_heads, key_dim, value_dim = problem
     inputs = (leaf(length, heads, key_dim), leaf(length, kv_heads, key_dim), leaf(length, kv_heads, value_dim),
               leaf(length, heads, 3))  # fmt: skip
     branches = [leaf(length, heads, value_dim) for _ in range(3)]
-    chosen = {pattern: chosen_blocks(length, period, kv_heads) for pattern, period in PATTERNS.items()}
-    shared = {pattern: shared_by_neighbours(blocks) for pattern, blocks in chosen.items()}
-    print(f"\n{length} tokens; neighbouring queries share " + ", ".join(f"{s:.0%} ({p})" for p, s in shared.items()))
+    given = {pattern: given_blocks(program, pattern, length, kv_heads, heads) for pattern in PATTERNS}
+    chosen = {pattern: blocks.cuda() for pattern, (blocks, _) in given.items()}
+    overlaps = {pattern: overlap for pattern, (_, overlap) in given.items()}
+    print(f"\n{length} tokens; neighbour overlap " + ", ".join(f"{o} ({p})" for p, o in overlaps.items()))
     calls, by = {}, {}
     for implementation in implementations:
         implementation.begin(length)
@@ -434,7 +423,7 @@ def measure_length(implementations, problem, length, repeats, only):
     worst = max((one for one in measured if one[0] is not None), default=None)
     if worst:
         print(f"  largest difference from ours, relative: {worst[0]:.1e} ({worst[1]}, {worst[2]})")
-    return {"shared_by_neighbours": shared, "stages": stages}
+    return {"neighbour_overlap": overlaps, "stages": stages}
 
 
 def commit_of(folder):
@@ -474,6 +463,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--xunhaolai", type=Path, metavar="FOLDER")
     parser.add_argument("--flash-nsa", type=Path, metavar="FOLDER")
+    parser.add_argument("--program", type=Path, default=PROGRAM, help="the program nsa, which chooses the blocks")
     parser.add_argument("--lengths", type=lengths_of, default="8192,32768,65536")
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--kv-heads", type=int, default=4)
@@ -489,6 +479,8 @@ def main():
         parser.error("--repeats must be 1 or more")
     if options.json and not options.json.parent.is_dir():
         parser.error(f"--json: there is no folder {options.json.parent}")
+    if not options.program.is_file():
+        parser.error(f"--program: there is no file {options.program}")
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: nothing to time")
     problem = Problem(options.heads, options.kv_heads, *options.head_dims)
@@ -524,7 +516,9 @@ def main():
     print(f"{gpu}, driver {driver}, torch {torch.__version__}: {about['problem']}")
     lengths = {}
     for length in options.lengths:
-        lengths[length] = measure_length(implementations, problem, length, options.repeats, options.only)
+        lengths[length] = measure_length(
+            implementations, problem, options.program, length, options.repeats, options.only
+        )
         if options.json:
             found = {**about, "lengths": dict(sorted(lengths.items()))}
             options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -4,10 +4,10 @@
     python bench/python/through_python.py --stages build-gpu/bin/cuda_stages --json bench/results/through_python.json
 
 Compares `nsa.nsa_attention` and its gradients with bench/gpu/cuda_stages.cu end to end: B = 1, H = 64, Hkv = 4, D =
-128, bfloat16, defaults, given random blocks. L2 is flushed before each call. In mode `busy` the device has more than a
-millisecond of queued work, so host time does not count. In mode `idle` the host first waits for the device, so its time
-until the first launch counts. Times are medians between two events. C++ and Python alternate; the result is the median
-of the rounds.
+128, bfloat16, defaults, given model-like blocks. L2 is flushed before each call. In mode `busy` the device has more
+than a millisecond of queued work, so host time does not count. In mode `idle` the host first waits for the device, so
+its time until the first launch counts. Times are medians between two events. C++ and Python alternate; the result is
+the median of the rounds.
 """
 
 import argparse
@@ -27,16 +27,17 @@ import nsa
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench" / "peers"))
 
-from peers import chosen_blocks, commit_of  # noqa: E402
+from peers import PROGRAM, commit_of, given_blocks  # noqa: E402
 
 HEADS, KV_HEADS, DIM = 64, 4, 128
+PATTERN = "model-like"
 WAYS = ("busy", "idle")
 
 
 class Through:
     """Calls through Python of one length."""
 
-    def __init__(self, length, flush):
+    def __init__(self, program, length, flush):
         torch.manual_seed(0)
         blocks = nsa.NSAConfig().num_compressed(length)
 
@@ -48,7 +49,7 @@ class Through:
         self.named = {name: leaf(blocks, KV_HEADS) for name in ("k_c", "v_c")}
         self.named |= {name: leaf(length, KV_HEADS) for name in ("k_swa", "v_swa")}
         self.leaves = [*self.positional, *self.named.values()]
-        self.indices = chosen_blocks(length, 1, KV_HEADS)[None].contiguous()
+        self.indices = given_blocks(program, PATTERN, length, KV_HEADS)[0][None].cuda()
         self.d_o = torch.randn(1, length, HEADS, DIM, device="cuda").to(torch.bfloat16)
         self.flush = flush
 
@@ -82,7 +83,10 @@ def through_cpp(program, lengths, way):
             rows = found.setdefault(int(head[1]), {})
         elif row := re.match(r"  (\S.*?) +([0-9.]+) ms +workspace", line):
             rows[row[1]] = float(row[2])
-    both = {length: [r["nsa_attention, random"], r["nsa_attention backward, random"]] for length, r in found.items()}
+    both = {
+        length: [r[f"{name}, {PATTERN}"] for name in ("nsa_attention", "nsa_attention backward")]
+        for length, r in found.items()
+    }
     return {length: [*pair, sum(pair)] for length, pair in both.items()}
 
 
@@ -91,6 +95,7 @@ def main():
     parser.add_argument(
         "--stages", type=Path, required=True, metavar="PROGRAM", help="built program of bench/gpu/cuda_stages.cu"
     )
+    parser.add_argument("--program", type=Path, default=PROGRAM, help="the program nsa, which chooses the blocks")
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default="4096,8192,65536")
     parser.add_argument("--repeats", type=int, default=15, help="calls from Python in a round")
     parser.add_argument("--turns", type=int, default=3)
@@ -98,6 +103,8 @@ def main():
     options = parser.parse_args()
     if min(options.repeats, options.turns, *options.lengths) < 1:
         parser.error("--repeats, --turns and --lengths must be 1 or more")
+    if not options.program.is_file():
+        parser.error(f"--program: there is no file {options.program}")
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: nothing to time")
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -109,7 +116,7 @@ def main():
         "date": time.strftime("%Y-%m-%d"),
         "commit": os.environ.get("COMMIT") or commit_of(ROOT),
         "torch": torch.__version__,
-        "problem": f"B = 1, H = {HEADS}, Hkv = {KV_HEADS}, D = {DIM}, bfloat16, defaults, random blocks",
+        "problem": f"B = 1, H = {HEADS}, Hkv = {KV_HEADS}, D = {DIM}, bfloat16, defaults, {PATTERN} blocks",
         "unit": "ms",
     }
     flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
@@ -119,7 +126,7 @@ def main():
             for length, times in through_cpp(options.stages, options.lengths, way).items():
                 found[length][way]["cpp"].append(times)
         for length in options.lengths:
-            calls = Through(length, flush)
+            calls = Through(options.program, length, flush)
             for way in WAYS:
                 found[length][way]["python"].append(calls.medians(way, options.repeats))
             del calls

@@ -9,6 +9,7 @@
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros.h>
 
+#include <cmath>
 #include <memory>
 #include <optional>
 
@@ -16,6 +17,8 @@
 
 namespace nsa::bench {
 namespace {
+
+constexpr double kNearestQueries = 1e-4;  // the least 1 - rho of neighbouring queries
 
 at::ScalarType dtype_of(const Dims& shape) { return shape.bfloat16 ? at::kBFloat16 : at::kFloat; }
 
@@ -52,6 +55,12 @@ class OneBackEnd {
 
 }  // namespace
 
+std::vector<std::int32_t> given_blocks(const Shape& shape, std::int64_t length) {
+  if (shape.selection == Selection::kRecorded) return shape.recorded.of(length, shape.num_kv_heads);
+  return chosen_blocks(shape.selection, shape.nsa, length, shape.num_kv_heads,
+                       shape.neighbour_overlap.value_or(kModelOverlap));
+}
+
 Problem::Problem(const Shape& shape, std::int64_t length)
     : shape_(shape), length_(length), blocks_(shape.nsa.num_compressed(length)), costs_(shape, length) {
   const at::NoGradGuard no_grad;
@@ -68,7 +77,7 @@ Problem::Problem(const Shape& shape, std::int64_t length)
   p.gates = keep(random(heads, 3).sigmoid());
   p.cfg = cfg;
   p.o = keep(at::empty({1, length, heads, dv}, q_.options()));
-  if (auto blocks = chosen_blocks(shape.selection, cfg, length, kv_heads, shape.neighbour_overlap); !blocks.empty()) {
+  if (auto blocks = given_blocks(shape, length); !blocks.empty()) {
     given_overlap_ = bench::neighbour_overlap(blocks, cfg, kv_heads);
     const auto on_host = at::from_blob(blocks.data(), {1, length, kv_heads, cfg.topk}, at::kInt);
     p.block_indices = keep(on_host.clone().to(shape.device));
@@ -78,6 +87,23 @@ Problem::Problem(const Shape& shape, std::int64_t length)
   for (const auto& [x, out] : {std::pair(bridge::view_of(k_), p.k_c), std::pair(bridge::view_of(v_), p.v_c)}) {
     const CompressParams mean{.k = x, .weights = {.kind = CompressionKind::kMean}, .cfg = cfg, .out = out};
     run(nsa::compress, mean);
+  }
+  if (shape.selection == Selection::kOwn && shape.neighbour_overlap) correlate_queries(*shape.neighbour_overlap);
+}
+
+/// Makes the queries a stationary walk, q_t = rho q_(t-1) + sqrt(1 - rho^2) noise, whose rho gives the overlap: by
+/// bisection on the blocks that the selector chooses.
+void Problem::correlate_queries(double overlap) {
+  const auto noise = q_.clone();
+  double low = 0, high = 1;  // of log(1 - rho) over its last value
+  for (int step = 0; step < 10; ++step) {
+    const double middle = (low + high) / 2, rho = 1 - std::pow(kNearestQueries, middle);
+    q_.copy_(noise);
+    q_.narrow(1, 1, length_ - 1).mul_(std::sqrt(1 - rho * rho));
+    double weight = rho;
+    for (std::int64_t shift = 1; shift < length_ && weight > 1e-4; shift *= 2, weight *= weight)
+      q_.narrow(1, shift, length_ - shift).add_(q_.narrow(1, 0, length_ - shift).mul(weight));
+    (neighbour_overlap().value_or(1) < overlap ? low : high) = middle;
   }
 }
 

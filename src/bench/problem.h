@@ -13,6 +13,7 @@
 #include "bench/costs.h"
 #include "bench/device_timing.h"
 #include "bench/flash3.h"
+#include "bench/recorded_blocks.h"
 #include "bench/selection.h"
 #include "bridge/call.h"
 #include "bridge/compression.h"
@@ -22,11 +23,16 @@ namespace nsa::bench {
 
 struct Shape : Dims {
   Selection selection = Selection::kModelLike;
-  double neighbour_overlap = kModelOverlap;  // of kModelLike
+  /// What it is to be: of kModelLike; of kOwn, where each query is near the previous one then.
+  std::optional<double> neighbour_overlap = kModelOverlap;
+  RecordedBlocks recorded;  // of kRecorded
   int threads = 2;
   std::optional<Flash3> flash3;  // if given, FlashAttention-3 is timed as dense attention
   at::Device device = at::kCPU;
 };
+
+/// (length, kv_heads, topk): the blocks to attend to; empty where the queries choose themselves.
+std::vector<std::int32_t> given_blocks(const Shape& shape, std::int64_t length);
 
 /// A task and the least it costs.
 struct Case {
@@ -86,6 +92,7 @@ class Problem {
   std::function<void()> flash3_work(bool backward) const;
   TensorView keep(const at::Tensor& tensor);
   at::Tensor random(std::int64_t heads, std::int64_t width) const;
+  void correlate_queries(double overlap);
   void keep_branches();
   void keep_gradients();
   std::vector<Case> forward_operations();

@@ -233,7 +233,7 @@ void to_json(nlohmann::json& json, const Report& report) {
                       {"window_size", cfg.window_size},
                       {"selection", name_of(shape.selection)},
                       {"repeats", report.options.timing.repeats}};
-  if (shape.selection == Selection::kModelLike) json["settings"]["neighbour_overlap"] = shape.neighbour_overlap;
+  if (shape.neighbour_overlap) json["settings"]["neighbour_overlap"] = *shape.neighbour_overlap;
   const auto optional = [](const std::optional<double>& value) {
     return value ? nlohmann::json(*value) : nlohmann::json();
   };

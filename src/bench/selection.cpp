@@ -8,7 +8,7 @@
 namespace nsa::bench {
 namespace {
 
-constexpr const char* kNames[] = {"own", "random", "clustered", "model-like"};
+constexpr const char* kNames[] = {"own", "random", "clustered", "model-like", "recorded"};
 
 /// splitmix64
 std::uint64_t mixed(std::uint64_t x) {
@@ -59,17 +59,18 @@ void draw_for_period(const NSAConfig& cfg, std::int64_t t, std::int64_t head, in
 
 /// Model-like blocks of one KV head into rows that are `stride` elements apart. Each free block of the previous query
 /// stays with probability `keep`.
-void draw_model_like(const NSAConfig& cfg, std::int64_t length, std::int64_t head, double keep, std::int32_t* out,
-                     std::int64_t stride) {
+void draw_model_like(const NSAConfig& cfg, std::int64_t first, std::int64_t length, std::int64_t head, double keep,
+                     std::int32_t* out, std::int64_t stride) {
   std::uint64_t state = mixed(static_cast<std::uint64_t>(head));
   const auto next = [&state] { return mixed(state++); };
   const double limit = keep * 0x1p64;
   std::vector<std::int32_t> row;
-  for (std::int64_t t = 0; t < length; ++t, out += stride) {
+  const auto topk = static_cast<std::size_t>(cfg.topk);
+  std::span<const std::int32_t> before;
+  for (std::int64_t t = first; t < length; ++t, out += stride) {
     take_forced(cfg, t, row);
     if (has_choice(cfg, t)) {
-      const std::size_t topk = static_cast<std::size_t>(cfg.topk);
-      for (const auto block : std::span<const std::int32_t>(out - stride, topk)) {
+      for (const auto block : before) {
         const bool stays = static_cast<double>(next()) < limit;
         if (stays && row.size() < topk && !contains(row, block)) row.push_back(block);
       }
@@ -77,17 +78,22 @@ void draw_model_like(const NSAConfig& cfg, std::int64_t length, std::int64_t hea
     }
     std::sort(row.begin(), row.end());
     std::copy(row.begin(), row.end(), out);
+    before = {out, row.size()};
   }
 }
 
-/// The probability with which the overlap of one KV head becomes `overlap`, by bisection on what it is.
-double find_keep(const NSAConfig& cfg, std::int64_t length, double overlap) {
-  std::vector<std::int32_t> blocks(static_cast<std::size_t>(length * cfg.topk), -1);
+/// The probability with which the overlap becomes `overlap`, by bisection on what it is: of one KV head, or of as many
+/// as make thousands of queries.
+double find_keep(const NSAConfig& cfg, std::int64_t first, std::int64_t length, double overlap) {
+  const std::int64_t heads = 1 + 4096 / std::max<std::int64_t>(length - first, 1);
+  std::vector<std::int32_t> blocks(static_cast<std::size_t>((length - first) * heads * cfg.topk), -1);
   double low = 0, high = 1;
   for (int step = 0; step < 10; ++step) {
     const double keep = (low + high) / 2;
-    draw_model_like(cfg, length, 0, keep, blocks.data(), cfg.topk);
-    (neighbour_overlap(blocks, cfg, 1).value_or(1) < overlap ? low : high) = keep;
+    for (std::int64_t head = 0; head < heads; ++head)
+      draw_model_like(cfg, first, length, head, keep, &blocks[static_cast<std::size_t>(head * cfg.topk)],
+                      heads * cfg.topk);
+    (neighbour_overlap(blocks, cfg, heads, first).value_or(1) < overlap ? low : high) = keep;
   }
   return (low + high) / 2;
 }
@@ -103,17 +109,18 @@ Selection parse_selection(const std::string& name) {
 }
 
 std::vector<std::int32_t> chosen_blocks(Selection selection, const NSAConfig& cfg, std::int64_t length,
-                                        std::int64_t kv_heads, double overlap) {
-  if (selection == Selection::kOwn) return {};
-  std::vector<std::int32_t> all(static_cast<std::size_t>(length * kv_heads * cfg.topk), -1), row;
+                                        std::int64_t kv_heads, double overlap, std::int64_t first) {
+  if (selection == Selection::kOwn || selection == Selection::kRecorded || length <= first) return {};
+  std::vector<std::int32_t> all(static_cast<std::size_t>((length - first) * kv_heads * cfg.topk), -1), row;
   if (selection == Selection::kModelLike) {
-    const double keep = find_keep(cfg, length, overlap);
+    const double keep = find_keep(cfg, first, length, overlap);
     for (std::int64_t head = 0; head < kv_heads; ++head)
-      draw_model_like(cfg, length, head, keep, all.data() + head * cfg.topk, kv_heads * cfg.topk);
+      draw_model_like(cfg, first, length, head, keep, &all[static_cast<std::size_t>(head * cfg.topk)],
+                      kv_heads * cfg.topk);
     return all;
   }
   auto out = all.begin();
-  for (std::int64_t t = 0; t < length; ++t) {
+  for (std::int64_t t = first; t < length; ++t) {
     for (std::int64_t head = 0; head < kv_heads; ++head, out += cfg.topk) {
       take_forced(cfg, t, row);
       if (has_choice(cfg, t)) draw_for_period(cfg, t, head, selection == Selection::kClustered ? 3 : 1, row);
@@ -125,11 +132,11 @@ std::vector<std::int32_t> chosen_blocks(Selection selection, const NSAConfig& cf
 }
 
 std::optional<double> neighbour_overlap(std::span<const std::int32_t> blocks, const NSAConfig& cfg,
-                                        std::int64_t kv_heads) {
+                                        std::int64_t kv_heads, std::int64_t first) {
   const auto topk = static_cast<std::size_t>(cfg.topk), stride = static_cast<std::size_t>(kv_heads) * topk;
   std::int64_t shared = 0, chosen = 0;
   for (std::size_t at = stride; at < blocks.size(); at += topk) {
-    if (!has_choice(cfg, static_cast<std::int64_t>(at / stride))) continue;
+    if (!has_choice(cfg, first + static_cast<std::int64_t>(at / stride))) continue;
     const auto before = blocks.subspan(at - stride, topk);
     for (const auto block : blocks.subspan(at, topk)) {
       chosen += block >= 0;

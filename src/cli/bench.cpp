@@ -12,12 +12,14 @@
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/error.h"
 #include "base/machine.h"
 #include "base/names.h"
+#include "bench/recorded_blocks.h"
 #include "bench/run.h"
 #include "cli/commands.h"
 #include "cli/options.h"
@@ -188,8 +190,7 @@ void print_overlaps(const bench::Report& report) {
       continue;
     }
     text += fmt::format("{:.3f} at {}", *measured, length);
-    const bool targeted = shape.selection == bench::Selection::kModelLike;
-    const double excess = targeted ? *measured - shape.neighbour_overlap : 0;
+    const double excess = *measured - shape.neighbour_overlap.value_or(*measured);
     if (std::abs(excess) > 0.01) text += excess > 0 ? " (the least possible)" : " (the most possible)";
   }
   if (!text.empty()) fmt::print("neighbour overlap, {} selection:{}\n", bench::name_of(shape.selection), text);
@@ -239,9 +240,17 @@ class BenchCommand {
             "Block selection: own, or given blocks: model-like, random, clustered; the selector runs in both cases")
         ->check(CLI::IsMember({"own", "random", "clustered", "model-like"}));
     command_
-        .add_option("--neighbour-overlap", shape.neighbour_overlap,
-                    "Share of a query's blocks that the previous query has too, with --selection model-like")
+        .add_option(
+            "--neighbour-overlap", overlap_,
+            "Share of a query's blocks that the previous query has too, of model-like (default 0.8), or of own, "
+            "where it makes neighbouring queries alike")
         ->check(CLI::Range(0.0, 1.0));
+    command_.add_option("--blocks", blocks_, "Given blocks of a trained model: a file of nsa inspect --blocks")
+        ->excludes("--selection")
+        ->excludes("--neighbour-overlap");
+    command_.add_option("--layer", layer_, "Layer of --blocks")->needs("--blocks")->check(CLI::Range(0, 1 << 20));
+    command_.add_option("--write-blocks", write_blocks_,
+                        "Write the given blocks of the one sequence length to this file, as layer 0, and time nothing");
     command_.add_option("--peers", peers_,
                         "JSON of bench/peers/peers.py, whose times of other implementations join the table");
     command_.add_option(
@@ -302,11 +311,12 @@ class BenchCommand {
     if (options_.phis.empty())
       for (const auto& phi : phis_) options_.phis.push_back(base::compression_kind(phi));
     shape.bfloat16 = dtype_ == "bfloat16";
-    shape.selection = bench::parse_selection(selection_);
+    take_selection();
     if (shape.threads == 0) shape.threads = default_num_threads();
     options_.timing.threads = shape.threads;
     at::set_num_threads(shape.threads);
 
+    if (!write_blocks_.empty()) return write_blocks();
     require_backend();
     if (!flash3_.empty()) {
       shape.flash3.emplace(flash3_);
@@ -339,6 +349,32 @@ class BenchCommand {
     if (model.attention != lm::AttentionKind::kNsa) return;
     shape.nsa = model.nsa;
     options_.phis = {model.phi};
+  }
+
+  void take_selection() {
+    auto& shape = options_.shape;
+    shape.selection = bench::parse_selection(selection_);
+    if (overlap_ || shape.selection != bench::Selection::kModelLike) shape.neighbour_overlap = overlap_;
+    if (overlap_ && selection_ != "model-like" && selection_ != "own")
+      throw base::Error(fmt::format("--neighbour-overlap: --selection {}: must be model-like or own", selection_));
+    if (blocks_.empty()) return;
+    shape.selection = bench::Selection::kRecorded;
+    shape.neighbour_overlap.reset();
+    shape.recorded = bench::read_blocks(blocks_, layer_, shape.nsa);
+    if (const auto length = options_.lengths.back(); length > shape.recorded.length)
+      throw base::Error(
+          fmt::format("--lengths {}: {} has blocks of {} queries", length, blocks_, shape.recorded.length));
+  }
+
+  void write_blocks() const {
+    const auto& shape = options_.shape;
+    if (options_.lengths.size() != 1) throw base::Error("--write-blocks: needs one of --lengths");
+    const auto length = options_.lengths[0];
+    bench::RecordedBlocks written{
+        .length = length, .kv_heads = shape.num_kv_heads, .topk = shape.nsa.topk, .blocks = {}};
+    written.blocks = bench::given_blocks(shape, length);
+    if (written.blocks.empty()) throw base::Error("--write-blocks: --selection own has no given blocks");
+    bench::write_blocks(write_blocks_, {{0, written}}, shape.nsa);
   }
 
   /// Refuses what libnsa cannot run, before the first measurement.
@@ -377,7 +413,9 @@ class BenchCommand {
   CLI::App& command_;
   bench::Options options_ = bench::default_options(at::kCPU);
   DeviceOption device_;
-  std::string dtype_ = "bfloat16", model_, peers_, flash3_, selection_ = "model-like";
+  std::string dtype_ = "bfloat16", model_, peers_, flash3_, selection_ = "model-like", blocks_, write_blocks_;
+  std::optional<double> overlap_;
+  int layer_ = 0;
   std::vector<std::string> phis_ = {"mean", "mlp"};
   JsonOption json_;
   bool targets_ = false;

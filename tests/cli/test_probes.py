@@ -1,5 +1,6 @@
 """Measuring and looking inside: eval, recall, needle, inspect, bench, info and debug compare."""
 
+import importlib
 import itertools
 import json
 import math
@@ -7,7 +8,7 @@ import re
 
 import pytest
 
-from conftest import ROOT, TINY, metrics, nsa, open_checkpoint, refused
+from conftest import PROGRAM, ROOT, TINY, metrics, nsa, open_checkpoint, refused
 
 TINY_BENCH = "--lengths 64,96 --heads 2 --head-dim 16 --v-head-dim 16 --repeats 1 --budget 0.01 --threads 2".split()
 
@@ -256,6 +257,27 @@ def test_bench_selects_as_models_do_by_default(tmp_path):
     assert out["neighbour_overlap"] == [] and "neighbour_overlap" not in out["settings"]
 
 
+def test_bench_correlates_queries_until_their_own_blocks_overlap(tmp_path):
+    command = ["bench", "--lengths", 1024, *TINY_BENCH[2:], "--topk", 8, "--block-size", 16, "--phi", "mean"]
+    command += ["--selection", "own", "--no-backward", "--no-parts", "--no-plain"]
+    random, _ = result(tmp_path, *command)
+    out, _ = result(tmp_path, *command, "--neighbour-overlap", 0.85)
+    assert random["neighbour_overlap"][0]["measured"] < 0.75 and "neighbour_overlap" not in random["settings"]
+    assert out["neighbour_overlap"][0]["measured"] == pytest.approx(0.85, abs=0.02)
+    assert out["settings"]["neighbour_overlap"] == 0.85
+
+
+def test_python_takes_the_blocks_of_the_program(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench" / "peers")
+    peers = importlib.import_module("peers")
+    blocks, overlap = peers.given_blocks(PROGRAM, "model-like", 4096, 2)
+    assert blocks.shape == (4096, 2, peers.TOPN) and overlap == pytest.approx(0.8, abs=0.01)
+    before, after = blocks[1023:-1], blocks[1024:]
+    assert (before[..., None] == after[..., None, :]).sum() / after.numel() == pytest.approx(overlap)
+    for options in (["--lengths", "64,96"], ["--selection", "own", "--lengths", 64]):
+        refused("bench", *options, "--write-blocks", "blocks.safetensors")
+
+
 def test_bench_of_minimax_m3(tmp_path):
     """The command of tools/gpu.sh, on the CPU: 17 blocks of 128, so that the last queries leave one out."""
     script = (ROOT / "tools" / "gpu.sh").read_text().replace("\\\n", " ")
@@ -311,6 +333,8 @@ def test_bench_marks_what_it_extrapolates(tmp_path):
         ["--lengths", "x"],
         ["--selection", "all"],
         ["--neighbour-overlap", "1.1"],
+        ["--neighbour-overlap", "0.8", "--selection", "random"],
+        ["--layer", "1"],
         ["--only", "selected", "--no-parts"],
         ["--only", "selected", "--targets"],
     ],

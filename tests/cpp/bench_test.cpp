@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "bench/costs.h"
 #include "bench/peers.h"
+#include "bench/recorded_blocks.h"
 #include "bench/selection.h"
 
 namespace nsa::bench {
@@ -211,6 +212,71 @@ TEST(BenchSelection, ModelLikeReachesFromRandomToTheSameBlocks) {
   EXPECT_NEAR(overlap_of(Selection::kModelLike, {}, 4096, 0.1), random, 0.01);
   EXPECT_NEAR(overlap_of(Selection::kModelLike, {}, 4096, random + 0.02), random + 0.02, 0.003);
   EXPECT_GT(overlap_of(Selection::kModelLike, {}, 4096, 1), 0.995);  // all but the own block where it begins
+}
+
+TEST(BenchSelection, ChoosesForTheLastQueriesAlone) {
+  const NSAConfig cfg;
+  constexpr std::int64_t first = 20000, length = first + 16, heads = 8;
+  for (const auto selection : {Selection::kRandom, Selection::kClustered, Selection::kModelLike}) {
+    const auto last = chosen_blocks(selection, cfg, length, heads, 0.8, first);
+    ASSERT_EQ(last.size(), static_cast<std::size_t>((length - first) * heads * cfg.topk));
+    for (std::size_t i = 0; i < last.size(); ++i) ASSERT_TRUE(last[i] >= 0 && last[i] <= (length - 1) / cfg.block_size);
+    if (selection == Selection::kModelLike) {
+      EXPECT_NEAR(neighbour_overlap(last, cfg, heads, first).value(), 0.8, 0.03);
+    } else {
+      const auto all = chosen_blocks(selection, cfg, length, heads);
+      EXPECT_TRUE(std::equal(last.rbegin(), last.rend(), all.rbegin()));
+    }
+  }
+  EXPECT_TRUE(chosen_blocks(Selection::kModelLike, cfg, first, heads, 0.8, first).empty());
+}
+
+class RecordedBlocksTest : public testing::Test {
+ protected:
+  ~RecordedBlocksTest() override { std::remove(path_.c_str()); }
+
+  void write(std::vector<std::int32_t> blocks, std::int64_t kv_heads = 2) {
+    const auto length = static_cast<std::int64_t>(blocks.size()) / (kv_heads * 3);
+    const RecordedBlocks recorded{.length = length, .kv_heads = kv_heads, .topk = 3, .blocks = std::move(blocks)};
+    write_blocks(path_, {{4, recorded}}, cfg_);
+  }
+  std::string refusal(int layer, const NSAConfig& cfg) {
+    try {
+      read_blocks(path_, layer, cfg);
+    } catch (const base::Error& error) {
+      return error.what();
+    }
+    return "";
+  }
+
+  const NSAConfig cfg_{.block_size = 16, .topk = 3};
+  std::string path_ = testing::TempDir() + "recorded_blocks_test.safetensors";
+};
+
+TEST_F(RecordedBlocksTest, ReplaysALayerForAnyNumberOfHeads) {
+  const auto blocks = chosen_blocks(Selection::kModelLike, cfg_, 500, 2);
+  write(blocks);
+  const auto recorded = read_blocks(path_, 4, cfg_);
+  EXPECT_EQ(recorded.of(500, 2), blocks);
+  const auto wide = recorded.of(300, 3);
+  ASSERT_EQ(wide.size(), 300u * 3 * 3);
+  for (std::size_t t = 0; t < 300; ++t) {
+    for (std::size_t i = 0; i < 3; ++i) {
+      ASSERT_EQ(wide[t * 9 + 3 + i], blocks[t * 6 + 3 + i]);
+      ASSERT_EQ(wide[t * 9 + 6 + i], blocks[t * 6 + i]);
+    }
+  }
+}
+
+TEST_F(RecordedBlocksTest, RefusesBlocksOfAnotherShape) {
+  EXPECT_NE(refusal(4, cfg_).find("recorded_blocks_test.safetensors"), std::string::npos);  // no file
+  write({0, -1, -1, 0, -1, -1});
+  EXPECT_EQ(refusal(4, cfg_), "");
+  EXPECT_NE(refusal(0, cfg_).find("has no tensor layers.0"), std::string::npos);
+  EXPECT_NE(refusal(4, {.block_size = 32, .topk = 3}).find("block_size = 16, here it is 32"), std::string::npos);
+  EXPECT_NE(refusal(4, {.block_size = 16, .topk = 4}).find("topk = 3, here it is 4"), std::string::npos);
+  write({0, -1, -1, 0, 1, -1});
+  EXPECT_NE(refusal(4, cfg_).find("query 0 has block 1: must be at most 0, or -1"), std::string::npos);
 }
 
 /// Four queries of MiniMax-M3 have 22.1 blocks in all where neighbours share 0.874 (vLLM #55372).
