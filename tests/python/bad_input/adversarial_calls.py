@@ -2,7 +2,7 @@
 
 A case is {"call": NAME, "changes": [[PLACE, KIND, NUMBER], ...], "threads": 1 or 2}: one of the valid calls below with
 some arguments, or parts of them, replaced. The worker reads one case a line and answers with one line, [OUTCOME, TEXT]:
-"taken", "refused", or "wrong" with what is wrong. One case again: echo CASE | python adversarial_calls.py
+"taken", "refused", "slow", or "wrong" with what is wrong. One case again: echo CASE | python adversarial_calls.py
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ def valid_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     return overload, {n: own(value) for n, value in zip(names, given, strict=True)}
 
 
+SECONDS = 10.0
+"""CPU time of a case, which does not depend on what else runs."""
+
+
 def write(x: Tensor) -> None:
     x.zero_()
     raise ValueError("x: must not be written")
@@ -63,10 +67,17 @@ def fail(x: Tensor) -> None:
     raise IndexError("x: another kind of error")
 
 
+def work(x: Tensor) -> None:
+    end = time.process_time() + 0.5
+    while time.process_time() < end:
+        x.sum()
+
+
 _drawn = iter(range(1 << 60))
 INJECTED: dict[str, Callable[..., Any]] = {
     "injected crash": lambda x: ctypes.string_at(8),
     "injected hang": lambda x: time.sleep(1000),
+    "injected work": work,
     "injected error": fail,
     "injected write": write,
     "injected bits": lambda x: x + next(_drawn),
@@ -529,10 +540,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     print("ready", flush=True)
     for line in sys.stdin:
+        case, begin = json.loads(line), time.process_time()
         try:
-            answer = judge(json.loads(line))
+            answer = judge(case)
         except Exception as error:  # of this program
             answer = "broken", f"{type(error).__name__}: {error}"
+        limit, spent = case.get("seconds", SECONDS), time.process_time() - begin
+        if spent > limit:
+            answer = "slow", f"{spent:.1f} s of CPU time, more than {limit}"
         print(json.dumps(answer), flush=True)
 
 
