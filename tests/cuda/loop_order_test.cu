@@ -102,6 +102,32 @@ TEST_P(BothOrders, WithinTheBoundAndWithTheBitsOfEachSequenceAlone) {
   }
 }
 
+/// The queries of a warpgroup over unions have a first and a last block far from each other in the ring, and the
+/// softmax changes its reference at the last one, whose scores are large.
+TEST(Union, ALateBlockWithLargeScores) {
+  constexpr int kBlockSize = 64, kLate = 40;
+  Problem p(Case{.dtype = DType::kBFloat16,
+                 .packed = false,
+                 .q_lens = {kQueries},
+                 .k_lens = {kBlocks * kBlockSize},
+                 .kv_heads = 1,
+                 .group = 16,
+                 .dk = 128,
+                 .dv = 128,
+                 .cfg = {.block_size = kBlockSize, .topk = kTopk}});
+  // Of twelve queries four choose the first and the late block; the others eight blocks for each four.
+  for_each_index(p.indices, [&](const Index& at) {
+    const auto four = at[1] % 12 / 4, entry = at[3];
+    const auto block = four > 0 ? 4 * entry + four : entry == 0 ? 0 : entry == kTopk - 1 ? kLate : -1;
+    p.indices.set(at, static_cast<double>(block));
+  });
+  for_each_index(p.k_slc, [&](const Index& at) {
+    if (at[1] / kBlockSize == kLate) p.k_slc.set(at, 8 * p.k_slc.get(at));
+  });
+  expect_within_bound<SelectedAttentionParams>(p.selected(), selected_outputs(p), p.c.dtype,
+                                               under_test.selected_attention, reference::run, under_test.floor);
+}
+
 INSTANTIATE_TEST_SUITE_P(BlockMajor, BothOrders,
                          testing::Combine(testing::Bool(), testing::Values(4), testing::Values(32),
                                           testing::Values(128)));

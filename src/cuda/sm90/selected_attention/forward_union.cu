@@ -190,7 +190,7 @@ __device__ __forceinline__ void attend(const SelectedArgs& args, const GatherPla
         find_limits(next);
         wgmma_wait<0>();
         release(keys);
-        update(s);  // nothing to scale, or the outputs are complete
+        rescale(update(s));
         pack(s);
       }
       SelectedSlot next_values = reader.slot(values_at), next_keys;
