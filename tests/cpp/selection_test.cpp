@@ -106,6 +106,19 @@ std::vector<Case> cases() {
       all.push_back(c);
     }
   }
+  // Many free slots, as with 32 short blocks.
+  for (const std::int64_t group : {2, 8, 16, 32}) {
+    for (const int topk : {19, 20, 32, 35, 36}) {
+      Case c{.dtype = DType::kBFloat16, .q_lens = {40}, .k_lens = {topk == 32 ? 6000 : 2600}, .kv_heads = 1};
+      c.name = "slots" + std::to_string(topk - 3) + "_group" + std::to_string(group), c.group = group;
+      c.dk = group == 8 ? 192 : group == 32 ? 64 : 128, c.dv = std::min<std::int64_t>(c.dk, 128);
+      c.cfg = {.kernel_size = topk == 20 ? 16 : 8, .kernel_stride = 8, .block_size = 32, .topk = topk};
+      all.push_back(c);
+      if (topk != 32) continue;
+      c.name += "_noise", c.noise = 0.3, c.seed = 5;
+      all.push_back(c);
+    }
+  }
   // More blocks than a thread block of a GPU keeps the scores of.
   Case far{.dtype = DType::kBFloat16, .q_lens = {5}, .k_lens = {27000}, .kv_heads = 1, .group = 16};
   far.name = "far", far.dk = 192, far.dv = 128;
@@ -127,24 +140,34 @@ INSTANTIATE_TEST_SUITE_P(Cases, Selection, testing::ValuesIn(supported(cases()))
 TEST(SelectionTies, GoToTheLowerIndex) {
   // All compressed keys alike: every block is as important as the next, save those at the ends.
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    Problem p({.dtype = dtype, .q_lens = {400}, .kv_heads = 1, .group = 5, .cfg = small_config()});
-    fill_value(p.k_c, 0.5);
-    fill_exact(p.q, 3);
-    const CompressedAttentionParams f = [&] {
-      CompressedAttentionParams params = p.compressed();
-      params.lse = p.lse;
-      return params;
-    }();
-    Tensor o = p.query_rows(5, 64, dtype);
-    CompressedAttentionParams with_o = f;
-    with_o.o = o;
-    ASSERT_TRUE(under_test.compressed_attention(with_o, kCpu).ok());
-    const Tensor indices = select(p);
-    // With l = 8, d = 4, l' = 16 block 0 weighs 1 less than the others: init block 0, then 1, then the local ones.
-    const double t = 399, last = std::floor(t / 16);
-    const double expected[] = {0, 1, last - 1, last};
-    for (std::int64_t n = 0; n < 4; ++n) EXPECT_EQ(indices.get({0, 399, 0, n}), expected[n]);
-    expect_valid_selection(p.selection(), indices, 0);
+    for (const std::int64_t group : {5, 16}) {
+      for (const int topk : {4, 22}) {
+        Case c{.dtype = dtype, .q_lens = {1300}, .kv_heads = 1, .group = group, .cfg = small_config()};
+        c.cfg.topk = topk;
+        Problem p(c);
+        fill_value(p.k_c, 0.5);
+        fill_exact(p.q, 3);
+        const CompressedAttentionParams f = [&] {
+          CompressedAttentionParams params = p.compressed();
+          params.lse = p.lse;
+          return params;
+        }();
+        Tensor o = p.query_rows(group, 64, dtype);
+        CompressedAttentionParams with_o = f;
+        with_o.o = o;
+        ASSERT_TRUE(under_test.compressed_attention(with_o, kCpu).ok());
+        const Tensor indices = select(p);
+        // With l = 8, d = 4, l' = 16 block 0 weighs 1 less than the others: init block 0, then 1, 2, ..., then the
+        // local ones.
+        for (const std::int64_t t : {399, 799, 1299}) {
+          for (std::int64_t n = 0; n < topk; ++n) {
+            const std::int64_t expected = n < topk - 2 ? n : t / 16 - (topk - 1 - n);
+            EXPECT_EQ(indices.get({0, t, 0, n}), static_cast<double>(expected)) << "query " << t << ", rank " << n;
+          }
+        }
+        expect_valid_selection(p.selection(), indices, 0);
+      }
+    }
   }
 }
 

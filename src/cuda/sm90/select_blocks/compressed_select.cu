@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       char* own = memory + (values + L::kStages * L::kValueBytes - shared_address(memory)) +
                   number * L::selector_warp(args.warp_tiles, args.near_keys, args.chunks, kUsesKeyRing);
       char* key_ring = own + args.chunks * ChunkRing::kChunkBytes;
-      uint2* list = reinterpret_cast<uint2*>(key_ring + (kUsesKeyRing ? L::key_ring(args.warp_tiles) : 0));
+      unsigned* list = reinterpret_cast<unsigned*>(key_ring + (kUsesKeyRing ? L::key_ring(args.warp_tiles) : 0));
       SelectorWarp<Tiles, Blocks> selector(args, barriers, {own, barriers.chunk_full[number], args.chunks}, list,
                                            reinterpret_cast<float*>(key_ring), number);
       char* far = args.keys + (blockIdx.x * kSelectorWarps + number) * args.selector_keys;
@@ -251,7 +251,7 @@ cudaError_t launch_heads(const CompressedSelectArgs& call, int num_sms, cudaStre
   using L = SelectLayout<Dk, Dv>;
   constexpr int kDynamic = kSharedMemory - (static_cast<int>(sizeof(SelectBarriers)) + 1023) / 1024 * 1024;
   constexpr int kKeysOfQuery = L::keys(CompressedSelectScratch::most_blocks(Dk));
-  static_assert(L::kFixed + kSelectorWarps * (ChunkRing::kChunkBytes + kListed * 8 + kKeysOfQuery) <= kDynamic);
+  static_assert(L::kFixed + kSelectorWarps * (ChunkRing::kChunkBytes + kListBytes + kKeysOfQuery) <= kDynamic);
   CompressedSelectArgs args = call;
   const Geometry& g = args.range.geometry;
   const CompressedSelectScratch scratch(g, Dk, args.block_size);

@@ -66,38 +66,57 @@ class ChunkRing {
 
   /// Sends for the first chunks of what is read next. One warp.
   __device__ __forceinline__ void begin(const ScratchTile* scratch, int sums, int lane) {
-    const int tiles = (sums + kTileSums - 1) / kTileSums, all = (tiles + kChunkTiles - 1) / kChunkTiles;
+    scratch_ = reinterpret_cast<const char*>(scratch), sent_ = 0;
+    bytes_ = (sums + kTileSums - 1) / kTileSums * static_cast<int>(sizeof(ScratchTile));
     fence_global_async();
-    for (int i = 0; i < min(all, chunks_); ++i)
-      fetch(scratch, i, tiles, stage_ + i < chunks_ ? stage_ + i : stage_ + i - chunks_, lane);
+#pragma unroll 1
+    for (int i = 0; i < chunks_ && sent_ < bytes_; ++i)
+      send(stage_ + i < chunks_ ? stage_ + i : stage_ + i - chunks_, lane);
     begun_ = true;
   }
-  /// use(chunk, its number, how many of its tiles count or more) for all chunks that sums 0 .. `sums` - 1 take. One
-  /// warp.
-  template <class Use>
-  __device__ __forceinline__ void read(const ScratchTile* scratch, int sums, int lane, const Use& use) {
-    const int tiles = (sums + kTileSums - 1) / kTileSums, all = (tiles + kChunkTiles - 1) / kChunkTiles;
+  /// use(load(chunk, its number, how many of its tiles count or more), its number) for all chunks that sums 0 ..
+  /// `sums` - 1 take. A chunk is overwritten after `load`. One warp.
+  template <class Load, class Use>
+  __device__ __forceinline__ void read(const ScratchTile* scratch, int sums, int lane, const Load& load,
+                                       const Use& use) {
     if (!begun_) begin(scratch, sums, lane);
     begun_ = false;
-    for (int i = 0; i < all; ++i) {
+    const int tiles = bytes_ / static_cast<int>(sizeof(ScratchTile));
+#pragma unroll 1
+    for (int i = 0; i * kChunkTiles < tiles; ++i) {
       mbarrier_wait_warp(shared_address(full_ + stage_), phase_);
-      use(chunk(stage_), i, tiles - i * kChunkTiles);
+      const auto loaded = load(chunk(stage_), i, tiles - i * kChunkTiles);
       fence_async();
       __syncwarp();
-      if (i + chunks_ < all) fetch(scratch, i + chunks_, tiles, stage_, lane);
+      if (sent_ < bytes_) send(stage_, lane);
       if (++stage_ == chunks_) stage_ = 0, phase_ ^= 1;
+      use(loaded, i);
     }
+  }
+  /// The same where `use` reads the chunk itself: use(chunk, its number, tiles).
+  template <class Use>
+  __device__ __forceinline__ void read(const ScratchTile* scratch, int sums, int lane, const Use& use) {
+    read(
+        scratch, sums, lane,
+        [&](const ScratchTile* chunk, int i, int tiles) {
+          use(chunk, i, tiles);
+          return 0;
+        },
+        [](int, int) {});
   }
 
  private:
   __device__ ScratchTile* chunk(int stage) const {
     return reinterpret_cast<ScratchTile*>(memory_) + stage * kChunkTiles;
   }
-  __device__ __forceinline__ void fetch(const ScratchTile* scratch, int i, int tiles, int stage, int lane) const {
-    if (lane != 0) return;
-    const int bytes = min(tiles - i * kChunkTiles, kChunkTiles) * static_cast<int>(sizeof(ScratchTile));
-    mbarrier_arrive_expect_tx(shared_address(full_ + stage), bytes);
-    bulk_copy(shared_address(chunk(stage)), scratch + i * kChunkTiles, bytes, shared_address(full_ + stage));
+  /// For the next chunk.
+  __device__ __forceinline__ void send(int stage, int lane) {
+    if (lane == 0) {
+      const int bytes = min(bytes_ - sent_, kChunkBytes);
+      mbarrier_arrive_expect_tx(shared_address(full_ + stage), bytes);
+      bulk_copy(shared_address(chunk(stage)), scratch_ + sent_, bytes, shared_address(full_ + stage));
+    }
+    sent_ += kChunkBytes;
   }
 
   char* memory_;
@@ -105,58 +124,56 @@ class ChunkRing {
   int chunks_, stage_ = 0;
   std::uint32_t phase_ = 0;
   bool begun_ = false;
+  const char* scratch_ = nullptr;  // of what is read, ...
+  int bytes_ = 0, sent_ = 0;       // ... all and those sent for
 };
 
-/// A warp tile of one query: importances of the 64 / kSums blocks of a chunk, times 2^kAddedExponent, or added to what
-/// is there. A block is kSums sums. Of the chunk's tiles the first `tiles` count, for others they are anything. With
-/// kFiltered, for blocks of one sum, the upper halves of them, too. One warp.
-template <int kSums, bool kFiltered = false>
-__device__ __forceinline__ void sum_heads(const ScratchTile* chunk, int tiles, const float4& minus_lse, bool add,
-                                          float* importance, int lane, unsigned short* filter = nullptr) {
-  // As rows of the first factor: sum 4 r + j of the first two tiles and of the other two in product j, r = 0 .. 7.
-  // Columns 2 t and 2 t + 1 of the second factor: high and low parts of tile t.
-  const int r = lane / 4, c = lane % 4;
-  const ScratchTile& near = chunk[min(r / 4, tiles - 1)];
-  const ScratchTile& far = chunk[min(2 + r / 4, tiles - 1)];
-  const uint4 a0 = near.sums[c][r % 4], a1 = far.sums[c][r % 4];
-  const uint4 a2 = near.sums[c + 4][r % 4], a3 = far.sums[c + 4][r % 4];
-  const float4 reference = chunk[min(r / 2, tiles - 1)].reference[c];
-  const float x = exp2_fast(reference.x + minus_lse.x), y = exp2_fast(reference.y + minus_lse.y);
-  const float z = exp2_fast(reference.z + minus_lse.z), w = exp2_fast(reference.w + minus_lse.w);
-  std::uint32_t b0 = pack(Half{}, x, y), b1 = pack(Half{}, z, w);
-  if (r & 1) {
-    const float2 high0 = unpack(Half{}, b0), high1 = unpack(Half{}, b1);
-    b0 = pack(Half{}, x - high0.x, y - high0.y);
-    b1 = pack(Half{}, z - high1.x, w - high1.y);
-  }
-  const std::uint32_t rows[4][4] = {
-      {a0.x, a1.x, a2.x, a3.x}, {a0.y, a1.y, a2.y, a3.y}, {a0.z, a1.z, a2.z, a3.z}, {a0.w, a1.w, a2.w, a3.w}};
-  float sum[4];
+/// A lane's part of a chunk of a warp tile of one query: 64 sums over its heads.
+///
+/// A product for each tile of the chunk. Rows r and r + 8 of its first factor: sums 2 r and 2 r + 1 of the tile.
+/// Columns 2 t and 2 t + 1 of the second factor, the same for all: high and low parts of tile t. So lane 4 r + c has
+/// the result for these sums in the product of tile c.
+class HeadSums {
+ public:
+  /// Tiles that do not count may have anything: no result of others depends on them.
+  __device__ __forceinline__ HeadSums(const ScratchTile* chunk, int lane) {
+    const int r = lane / 4, c = lane % 4;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    float d[4] = {};
-    mma(Half{}, d, rows[j], b0, b1);
-    sum[j] = c < 2 ? d[0] + d[1] : d[2] + d[3];
-  }
-  if (c % 2 != r / 4) return;  // of the columns, those of the row's own tile
-  if constexpr (kSums == 1) {
-    float4& to = *reinterpret_cast<float4*>(importance + c / 2 * 32 + 4 * r);
-    if (add) {
-      const float4 before = to;
-      sum[0] += before.x, sum[1] += before.y, sum[2] += before.z, sum[3] += before.w;
+    for (int tile = 0; tile < kChunkTiles; ++tile) {
+      near_[tile] = reinterpret_cast<const uint2*>(chunk[tile].sums[c])[r];
+      far_[tile] = reinterpret_cast<const uint2*>(chunk[tile].sums[c + 4])[r];
     }
-    to = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    if constexpr (kFiltered) {
-      const auto halves = [&](int n) {
-        return __byte_perm(__float_as_uint(sum[n]), __float_as_uint(sum[n + 1]), 0x7632);
-      };
-      *reinterpret_cast<uint2*>(filter + c / 2 * 32 + 4 * r) = make_uint2(halves(0), halves(2));
-    }
-  } else {
-    float2& to = *reinterpret_cast<float2*>(importance + c / 2 * 16 + 2 * r);
-    const float2 before = add ? to : float2{};
-    to = make_float2(before.x + (sum[0] + sum[1]), before.y + (sum[2] + sum[3]));
+    reference_ = chunk[r / 2].reference[c];
   }
+
+  /// Sums 2 r and 2 r + 1 of tile c, times 2^kAddedExponent that is in minus_lse.
+  __device__ __forceinline__ float2 sum(const float4& minus_lse, int lane) const {
+    const float x = exp2_fast(reference_.x + minus_lse.x), y = exp2_fast(reference_.y + minus_lse.y);
+    const float z = exp2_fast(reference_.z + minus_lse.z), w = exp2_fast(reference_.w + minus_lse.w);
+    const bool is_low = (lane / 4 & 1) != 0;
+    const std::uint32_t high0 = pack(Half{}, x, y), high1 = pack(Half{}, z, w);
+    const float2 minus0 = unpack(Half{}, is_low ? high0 : 0), minus1 = unpack(Half{}, is_low ? high1 : 0);
+    const std::uint32_t b0 = pack(Half{}, x - minus0.x, y - minus0.y), b1 = pack(Half{}, z - minus1.x, w - minus1.y);
+    float2 sum;
+#pragma unroll
+    for (int tile = 0; tile < kChunkTiles; ++tile) {
+      const std::uint32_t a[4] = {near_[tile].x, near_[tile].y, far_[tile].x, far_[tile].y};
+      float d[4] = {};
+      mma(Half{}, d, a, b0, b1);
+      if (lane % 4 == tile) sum = make_float2(d[0] + d[1], d[2] + d[3]);
+    }
+    return sum;
+  }
+
+ private:
+  uint2 near_[kChunkTiles], far_[kChunkTiles];  // of heads (c, c + 8) and (c + 4, c + 12)
+  float4 reference_;
+};
+
+/// Where a lane's part of the sums over heads of a chunk goes: a float2, or their sum where a block is two sums.
+template <int kSums>
+__device__ __forceinline__ int place_in_chunk(int lane) {
+  return (lane % 4 * kTileSums + lane / 4 * 2) / kSums;
 }
 
 /// A warp tile of several queries, four of them at a time: lane 4 r + c gets what is of query `first` + c, namely

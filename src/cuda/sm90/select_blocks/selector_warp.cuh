@@ -52,7 +52,7 @@ class SelectorWarp {
  public:
   /// list, key_ring: its own shared memory; the ring for AnyBlocks.
   __device__ SelectorWarp(const CompressedSelectArgs& args, SelectBarriers& barriers, const ChunkRing& ring,
-                          uint2* list, float* key_ring, int number)
+                          unsigned* list, float* key_ring, int number)
       : args_(args),
         barriers_(barriers),
         ring_(ring),
@@ -70,10 +70,11 @@ class SelectorWarp {
       for (int query = number_; query * warp_tiles.slices < kWarpTiles; query += kSelectorWarps) {
         const bool in_tile = query < warp_tiles.queries;  // else some warp tiles are left over
         const Candidates own(args_, scheduler.seq, in_tile ? scheduler.first_query + query : scheduler.seq.q_len);
+        ClassMaxima maxima;
         for (int slice = 0; slice < min(warp_tiles.slices, kWarpTiles - query * warp_tiles.slices); ++slice) {
           const int warp_tile = query * warp_tiles.slices + slice;
           wait_for(warp_tile);
-          if (own.choice) sum<kFiltered>(warp_tile, own, slice > 0, reinterpret_cast<float*>(keys), filter);
+          if (own.choice) maxima = sum<kFiltered>(warp_tile, own, slice > 0, reinterpret_cast<float*>(keys), filter);
           consumer_release(warp_tile);
         }
         if (own.count == 0) continue;
@@ -82,16 +83,16 @@ class SelectorWarp {
         if (!own.choice || slots() == 0) continue;
         if constexpr (std::is_same_v<Tiles, WarpTilesOfSixteen>) begin_next(scheduler, query + kSelectorWarps);
         if (args_.noise > 0) {
+          __syncwarp();
+          maxima = {};
           for (int j = args_.init_blocks + lane_; j < own.last; j += 32) {
             keys[j] = explore(keys[j], j, own.position, scheduler);
+            maxima.add(keys[j]);
             if constexpr (kFiltered) filter[j] = static_cast<unsigned short>(keys[j] >> 16);
           }
         }
-        if constexpr (kFiltered) {
-          top_k_filtered(keys, filter, args_.init_blocks, own.last, slots(), list_, out + args_.init_blocks, lane_);
-        } else {
-          top_k(keys, args_.init_blocks, own.last, slots(), list_, out + args_.init_blocks, lane_);
-        }
+        top_k(keys, kFiltered ? filter : nullptr, args_.init_blocks, own.last, slots(), maxima, list_,
+              out + args_.init_blocks, lane_);
         __syncwarp();
       }
     }
@@ -159,10 +160,12 @@ class SelectorWarp {
     __syncwarp();
   }
 
-  /// Importances of blocks before own.last times 2^kAddedExponent; anything to the end of the last chunk.
+  /// Importances of blocks before own.last times 2^kAddedExponent; anything to the end of the last chunk. Maxima: of
+  /// the candidates.
   template <bool kFiltered>
-  __device__ __forceinline__ void sum(int warp_tile, const Candidates& own, bool add, float* importance,
-                                      unsigned short* filter) {
+  __device__ __forceinline__ ClassMaxima sum(int warp_tile, const Candidates& own, bool add, float* importance,
+                                             unsigned short* filter) {
+    ClassMaxima maxima;
     float4 minus_lse = barriers_.minus_lse[buffer_.stage()][warp_tile][lane_ % 4];
     minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
     minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
@@ -171,21 +174,49 @@ class SelectorWarp {
       int block = lane_;
       read_keys(
           warp_tile, keys, own.last,
-          [&](const ScratchTile* chunk, int at, int tiles) {
-            sum_heads<1>(chunk, tiles, minus_lse, false, key_ring_ + at, lane_);
+          [&](const ScratchTile* chunk, int at, int) {
+            *reinterpret_cast<float2*>(key_ring_ + at + place_in_chunk<1>(lane_)) =
+                HeadSums(chunk, lane_).sum(minus_lse, lane_);
           },
           [&](int complete) {
 #pragma unroll 1
-            for (; block < complete; block += 32)
-              importance[block] = (add ? importance[block] : 0) + block_of_keys(args_, key_ring_, block, keys);
+            for (; block < complete; block += 32) {
+              const float x = (add ? importance[block] : 0) + block_of_keys(args_, key_ring_, block, keys);
+              importance[block] = x;
+              if (block >= args_.init_blocks) maxima.add(__float_as_uint(x));
+            }
           });
     } else {
-      ring_.read(scratch_of<Blocks>(args_, buffer_.stage(), warp_tile), own.last * Blocks::kSums, lane_,
-                 [&](const ScratchTile* chunk, int i, int tiles) {
-                   sum_heads<Blocks::kSums, kFiltered>(chunk, tiles, minus_lse, add, importance + i * kChunkBlocks,
-                                                       lane_, filter + i * kChunkBlocks);
-                 });
+      ring_.read(
+          scratch_of<Blocks>(args_, buffer_.stage(), warp_tile), own.last * Blocks::kSums, lane_,
+          [&](const ScratchTile* chunk, int, int) { return HeadSums(chunk, lane_); },
+          [&](const HeadSums& heads, int i) {
+            const float2 sum = heads.sum(minus_lse, lane_);
+            const int begin = i * kChunkBlocks, block = begin + place_in_chunk<Blocks::kSums>(lane_);
+            // Some of the chunk's blocks are no candidates.
+            const bool ends = begin < args_.init_blocks || begin + kChunkBlocks > own.last;
+            const auto count = [&](float x, int n) {
+              unsigned key = __float_as_uint(x);
+              if (ends && (block + n < args_.init_blocks || block + n >= own.last)) key = 0;
+              maxima.add(key);
+            };
+            if constexpr (Blocks::kSums == 1) {
+              float2& to = *reinterpret_cast<float2*>(importance + block);
+              const float2 before = add ? to : float2{};
+              const float2 x = add ? make_float2(before.x + sum.x, before.y + sum.y) : sum;
+              to = x;
+              count(x.x, 0), count(x.y, 1);
+              if constexpr (kFiltered)
+                *reinterpret_cast<unsigned*>(filter + block) =
+                    __byte_perm(__float_as_uint(x.x), __float_as_uint(x.y), 0x7632);
+            } else {
+              const float x = (add ? importance[block] : 0) + (sum.x + sum.y);
+              importance[block] = x;
+              count(x, 0);
+            }
+          });
     }
+    return maxima;
   }
 
   /// Of four queries: importances of the lane's two of sixteen blocks, the n-th sixteen of a chunk.
@@ -217,7 +248,7 @@ class SelectorWarp {
       return;
     }
     const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage()][warp_tile], args_.warp_tiles.heads, quad, lane_);
-    unsigned most[4] = {};
+    QuadMaxima maxima;
     int vectors = 0;
     if constexpr (Blocks::kAddsKeysUp) {
       const int own_keys = last > 0 ? keys_of(own) : 0;
@@ -236,7 +267,7 @@ class SelectorWarp {
           [&](int complete) {
 #pragma unroll 1
             for (; block < complete; block += 8)
-              single[slot_of(block, lane_ % 4)] = __float_as_uint(block_of_keys(args_, key_ring, block, own_keys));
+              single[quad_slot(block, lane_ % 4)] = __float_as_uint(block_of_keys(args_, key_ring, block, own_keys));
           });
       vectors = (most_blocks + 31) / 32;
     } else {
@@ -258,29 +289,23 @@ class SelectorWarp {
                      }
                    }
 #pragma unroll
-                   for (int e = 0; e < 4 * kVectors; ++e) most[e % 4] = max(most[e % 4], x[e]);
-#pragma unroll
-                   for (int n = 0; n < kVectors; ++n)
-                     keys[(vectors + n) * 32 + lane_] = make_uint4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
+                   for (int n = 0; n < kVectors; ++n) {
+                     const uint4 vector = make_uint4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
+                     maxima.add(vector);
+                     keys[(vectors + n) * 32 + lane_] = vector;
+                   }
                    vectors += kVectors;
                  });
     }
     if (is_last) consumer_release(warp_tile);
     if (slots() == 0) return;
-    if (Blocks::kAddsKeysUp || args_.noise > 0) rank_all(scheduler, own.position, keys, vectors, last, most);
-    QuadSelector(keys, vectors, args_.init_blocks, last, lane_).top_k(most, slots(), list_, out + args_.init_blocks);
-  }
-
-  /// Where the key of one of four queries for a block lies: see QuadSelector.
-  __device__ __forceinline__ static int slot_of(int block, int query) {
-    return (block / 32 * 32 + block % 16 / 2 * 4 + query) * 4 + block % 32 / 16 * 2 + block % 2;
+    if (Blocks::kAddsKeysUp || args_.noise > 0) maxima = rank_all(scheduler, own.position, keys, vectors, last);
+    QuadSelector(keys, vectors, args_.init_blocks, last, lane_).top_k(maxima, slots(), list_, out + args_.init_blocks);
   }
 
   /// Exploration, and zero for what is no candidate.
-  __device__ __forceinline__ void rank_all(const TileScheduler& scheduler, int position, uint4* keys, int vectors,
-                                           int last, unsigned (&most)[4]) const {
-#pragma unroll
-    for (unsigned& x : most) x = 0;
+  __device__ __forceinline__ QuadMaxima rank_all(const TileScheduler& scheduler, int position, uint4* keys, int vectors,
+                                                 int last) const {
 #pragma unroll 1
     for (int n = 0; n < vectors; ++n) {
       const uint4 before = keys[n * 32 + lane_];
@@ -293,16 +318,19 @@ class SelectorWarp {
         } else if (args_.noise > 0) {
           x[e] = explore(x[e], block, position, scheduler);
         }
-        most[e] = max(most[e], x[e]);
       }
       keys[n * 32 + lane_] = make_uint4(x[0], x[1], x[2], x[3]);
     }
+    QuadMaxima maxima;  // apart: beside exploration ptxas would spill them
+#pragma unroll 2
+    for (int n = 0; n < vectors; ++n) maxima.add(keys[n * 32 + lane_]);
+    return maxima;
   }
 
   const CompressedSelectArgs& args_;
   SelectBarriers& barriers_;
   ChunkRing ring_;
-  uint2* list_;
+  unsigned* list_;
   float* key_ring_;
   int number_, lane_;
   PipelineState<kBuffers> buffer_;

@@ -28,7 +28,7 @@ struct SelectLayout {
   __host__ __device__ static constexpr int selector_warp(const WarpTiles& warp_tiles, int blocks, int chunks,
                                                          bool key_rings) {
     return chunks * ChunkRing::kChunkBytes + (key_rings ? key_ring(warp_tiles) : 0) +
-           (warp_tiles.together > 1 ? 4 * kListed * 8 : kListed * 8 + keys(blocks));
+           (warp_tiles.together > 1 ? 4 * kListBytes : kListBytes + keys(blocks));
   }
   __host__ __device__ static constexpr int key_ring(const WarpTiles& warp_tiles) {
     return (warp_tiles.together > 1 ? 4 : 1) * CompressedSelectScratch::kRingKeys * 4;
