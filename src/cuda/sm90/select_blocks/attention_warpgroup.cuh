@@ -8,10 +8,11 @@
 namespace nsa::cuda::sm90::select_blocks {
 
 /// The softmax of the two rows of a lane, with the lane's weighted sums for the scratch, of kSummed strides each.
-template <int kSummed>
+template <int Dk, int kSummed>
 struct ScoringSoftmax : SoftmaxReference {
   static constexpr int kSums = 16 / kSummed;
-  static constexpr bool kAddsWeighted = kSummed != 2;  // there, beside keys of 192, ptxas would spill
+  static constexpr bool kAddsWeighted = kSummed != 2;             // there, beside keys of 192, ptxas would spill
+  static constexpr bool kSkipsRests = kSummed == 4 && Dk <= 128;  // the same: a branch where l = d
 
   float total[2] = {0, 0};  // of the weighted sums, in which what goes over to the next tile is still missing; else of
                             // probabilities
@@ -39,13 +40,17 @@ struct ScoringSoftmax : SoftmaxReference {
           for (int key = first + 1; key < end; ++key) whole += s[at(i, key)];
           sums[i][n] = fmaf(weights.whole, whole, sums[i][n]);
         }
-        if (n > 0) sums[i][n] += weights.rest * s[at(i, first - 1)];
       }
-      // The key before the lane's first one is the last one of the lane before, for the first lane in the tile before.
-      const float own = s[at(i, 15)];
-      const float before = (lane & 3) == 3 ? last[i] : own;
-      sums[i][0] += weights.rest * __shfl_sync(0xffffffffu, before, (lane & 28) | ((lane + 3) & 3));
-      asm volatile("mov.b32 %0, %1;" : "=f"(last[i]) : "f"(own));  // out of the accumulator, else wgmma waits (C7511)
+      if (!kSkipsRests || weights.rest > 0) {
+#pragma unroll
+        for (int n = 1; n < kSums; ++n) sums[i][n] += weights.rest * s[at(i, n * kSummed - 1)];
+        // The key before the lane's first one is the last one of the lane before, for the first lane in the tile
+        // before.
+        const float own = s[at(i, 15)];
+        const float before = (lane & 3) == 3 ? last[i] : own;
+        sums[i][0] += weights.rest * __shfl_sync(0xffffffffu, before, (lane & 28) | ((lane + 3) & 3));
+        asm volatile("mov.b32 %0, %1;" : "=f"(last[i]) : "f"(own));  // out of the accumulator, else wgmma waits (C7511)
+      }
 #pragma unroll
       for (int n = 0; n < (kAddsWeighted ? kSums : 16); n += 4) {
         const auto x = [&](int m) { return kAddsWeighted ? sums[i][n + m] : s[at(i, n + m)]; };
@@ -68,7 +73,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const F
                                        SelectBarriers& barriers, std::uint32_t queries, std::uint32_t keys,
                                        std::uint32_t values, int group) {
   using L = SelectLayout<Dk, Dv>;
-  using Softmax = ScoringSoftmax<Blocks::kSummed>;
+  using Softmax = ScoringSoftmax<Dk, Blocks::kSummed>;
   const Geometry& p = args.range.geometry;
   const Tiles& warp_tiles = warp_tiles_of<Tiles>(args);
   const int lane = threadIdx.x % 32, own = warp_uniform(threadIdx.x / 32);  // own: warp tile of the tile
