@@ -131,6 +131,9 @@ std::vector<Case> cases() {
   all.push_back(filtered);
   filtered.name = "filtered_noise", filtered.kv_heads = 1, filtered.noise = 0.3, filtered.seed = 5;
   all.push_back(filtered);
+  filtered.name = "filtered_apart", filtered.noise = 0;
+  filtered.cfg = {.kernel_size = 4, .kernel_stride = 4, .block_size = 16, .topk = 32};
+  all.push_back(filtered);
   return all;
 }
 

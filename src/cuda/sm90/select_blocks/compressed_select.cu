@@ -216,10 +216,10 @@ constexpr Kernel kInstance = compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VAL
 
 constexpr bool kFilters = NSA_KEY_DIM == 128;
 
-/// Whether the upper halves of scores that lie in the scratch are in shared memory: with the default blocks.
+/// Whether the upper halves of scores that lie in the scratch are in shared memory: with blocks of four strides.
 bool filters(const CompressedSelectArgs& args) {
   const Geometry& g = args.range.geometry;
-  return kFilters && args.keys && g.group == 16 && g.kernel_size == 2 * g.kernel_stride &&
+  return kFilters && args.keys && g.group == 16 && g.kernel_size <= 2 * g.kernel_stride &&
          args.block_size == 4 * g.kernel_stride &&
          selection_blocks(g, args.block_size) <= 2 * CompressedSelectScratch::most_blocks(NSA_KEY_DIM);
 }
@@ -241,7 +241,7 @@ Kernel instance_for(const CompressedSelectArgs& args) {
   if (strides == 8) return instance_of<BlocksOfStrides<8>>(args);
   const bool overlap = args.weights.rest > 0;
   constexpr Choice kFar = kFilters ? Choice::kFiltered : Choice::kQuery;  // else an instance that nothing launches
-  if (filters(args)) return kInstance<WarpTilesOfSixteen, DefaultBlocks, kFar>;
+  if (filters(args)) return kInstance<WarpTilesOfSixteen, BlocksOfStrides<4>, kFar>;
   return overlap && groups_of_sixteen(args) ? kInstance<WarpTilesOfSixteen, DefaultBlocks>
                                             : instance_of<BlocksOfStrides<4>>(args);
 }
