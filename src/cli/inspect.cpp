@@ -3,11 +3,13 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "base/error.h"
+#include "bench/recorded_blocks.h"
 #include "cli/commands.h"
 #include "cli/options.h"
 #include "lm/probes/inspect.h"
@@ -20,6 +22,7 @@ struct InspectCommand {
   CheckpointOptions checkpoint;
   JsonOption json;
   std::vector<std::string> data;
+  std::string blocks;
   std::int64_t tokens = 0;
   int queries = 64;
   bool maps = false;
@@ -42,6 +45,7 @@ struct InspectCommand {
     fmt::print("device: {}\n", device.text);
     fmt::print("{}: the first {} tokens of {}\n", checkpoint.path, length, base::printable(document.name));
     print_table(layers);
+    if (!blocks.empty()) record_blocks(layers, opened.model().config().nsa);
     if (maps) print_maps(layers, opened.model().config().nsa.block_size);
     nlohmann::json out = {{"kind", "nsa-inspect"},
                           {"checkpoint", checkpoint.path},
@@ -52,6 +56,18 @@ struct InspectCommand {
                           {"topk", opened.model().config().nsa.topk},
                           {"layers", layers}};
     json.write(out);
+  }
+
+  void record_blocks(const std::vector<lm::LayerView>& layers, const NSAConfig& cfg) const {
+    std::map<int, bench::RecordedBlocks> recorded;
+    for (const auto& layer : layers) {
+      const auto* const from = layer.blocks.const_data_ptr<std::int32_t>();
+      recorded[layer.layer] = {.length = layer.blocks.size(0),
+                               .kv_heads = layer.blocks.size(1),
+                               .topk = layer.blocks.size(2),
+                               .blocks = {from, from + layer.blocks.numel()}};
+    }
+    bench::write_blocks(blocks, recorded, cfg);
   }
 
   static void print_table(const std::vector<lm::LayerView>& layers) {
@@ -110,6 +126,7 @@ void add_inspect(CLI::App& app) {
       ->check(CLI::Range(0, 1 << 24));
   command->add_option("--queries", state->queries, "Number of queries in a selection map")
       ->check(CLI::Range(1, 100000));
+  command->add_option("--blocks", state->blocks, "File for the selected blocks of all queries, for nsa bench --blocks");
   command->add_flag("--maps", state->maps, "Print the selection maps");
   state->machine.add(*command);
   state->json.add(*command, "the results with the selection maps");

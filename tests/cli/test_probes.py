@@ -7,6 +7,7 @@ import math
 import re
 
 import pytest
+from safetensors.torch import load_file
 
 from conftest import PROGRAM, ROOT, TINY, metrics, nsa, open_checkpoint, refused
 
@@ -265,6 +266,24 @@ def test_bench_correlates_queries_until_their_own_blocks_overlap(tmp_path):
     assert random["neighbour_overlap"][0]["measured"] < 0.75 and "neighbour_overlap" not in random["settings"]
     assert out["neighbour_overlap"][0]["measured"] == pytest.approx(0.85, abs=0.02)
     assert out["settings"]["neighbour_overlap"] == 0.85
+
+
+def test_bench_attends_to_recorded_blocks(trained, tmp_path):
+    blocks = tmp_path / "blocks.safetensors"
+    inspected, _ = result(tmp_path, "inspect", trained["nsa"], "--blocks", blocks)
+    (layer,), length = inspected["layers"], inspected["tokens"]
+    (head,), (name, recorded) = layer["kv_heads"], *load_file(blocks).items()
+    assert name == f"layers.{layer['layer']}" and recorded.shape == (length, 1, inspected["topk"])
+    for query, row in zip(head["map"]["query_positions"], head["map"]["blocks"], strict=True):
+        assert [b for b in recorded[query, 0].tolist() if b >= 0] == row
+    replay = ["bench", "--model", trained["nsa"], "--blocks", blocks, "--repeats", 1, "--budget", 0.01]
+    replay += ["--only", "selected", "--no-backward", "--lengths"]
+    out, _ = result(tmp_path, *replay, length, "--layer", layer["layer"])
+    assert out["settings"]["selection"] == "recorded"
+    assert out["neighbour_overlap"] == [{"length": length, "measured": pytest.approx(head["neighbour_overlap"])}]
+    assert f"has blocks of {length} queries" in refused(*replay, length + 1, "--layer", layer["layer"])
+    assert "has no tensor layers.7" in refused(*replay, length, "--layer", 7)
+    refused(*replay, length, "--selection", "random")
 
 
 def test_python_takes_the_blocks_of_the_program(monkeypatch):

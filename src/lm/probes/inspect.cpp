@@ -97,8 +97,8 @@ std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_
     layer.gates = three(gates.mean(0));
     for (std::int64_t h = 0; h < gates.size(0); ++h) layer.gates_by_head.push_back(three(gates[h]));
     const auto stats = selection_stats(seen.indices, offsets, config.nsa);
-    const auto chosen = seen.indices.cpu();
-    const auto* const indices = chosen.const_data_ptr<std::int32_t>();
+    layer.blocks = seen.indices.cpu().contiguous();
+    const auto* const indices = layer.blocks.const_data_ptr<std::int32_t>();
     const std::int64_t group = config.num_heads / config.num_kv_heads;
     for (int head = 0; head < config.num_kv_heads; ++head) {
       auto& view = layer.kv_heads.emplace_back();

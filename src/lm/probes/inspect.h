@@ -1,6 +1,8 @@
 // What the attention of a trained model does on a text: which blocks each query selects, and how open the gates are.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <array>
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
@@ -37,6 +39,7 @@ struct LayerView {
   std::array<double, 3> gates{};                     // mean, in the order cmp, slc, swa
   std::vector<std::array<double, 3>> gates_by_head;  // (H)
   std::vector<KvHeadView> kv_heads;                  // (Hkv)
+  at::Tensor blocks;                                 // int32 (S, Hkv, topk) of all queries, in host memory
 };
 
 /// Runs the model over `tokens`, without gradients; the maps hold `num_queries` evenly spaced positions, the last token
