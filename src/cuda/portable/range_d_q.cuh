@@ -139,13 +139,17 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
     const Geometry& p = ranges.branch[0].geometry;
     const DeviceSequence seq = sequence_of(p, block.z());
     const std::int64_t first_row = static_cast<std::int64_t>(block.columns() - 1 - block.x()) * Shape::kRows;
-    const std::int64_t rows = static_cast<std::int64_t>(seq.q_len) * p.group;
-    if (first_row >= rows) continue;
+    if (first_row >= static_cast<std::int64_t>(seq.q_len) * p.group) continue;
 
-    // What is needed of the rows, in shared memory: registers are scarce. Row of the batch (-1: none), head, batch and
-    // position; lse, delta, gate, and where the keys end that it sees.
-    __shared__ int4 slots[Shape::kRows];
+    // Per row, in shared memory because registers are scarce: lse, delta, gate, and the end of the keys that it sees.
+    // Query and head are computed where they are used: an array of them would put code for 9.x above the limit of 12.x.
     __shared__ float4 terms[Shape::kRows];
+    const int first_query = static_cast<int>(first_row / p.group);
+    const int first_head = static_cast<int>(first_row - static_cast<std::int64_t>(first_query) * p.group);
+    const auto row_at = [&](int row) {
+      const int query = first_query + (first_head + row) / p.group;
+      return Row{query, kv_head * p.group + (first_head + row) % p.group, query < seq.q_len};
+    };
     const std::uint32_t kept = shared_address(memory) + 2 * Shape::kStage + warp * Shape::kWarp;
     const auto row_in_tile = [&](int m, int i) { return (warp * kM + m) * 16 + lane / 4 + 8 * i; };
     QueryRows mine[kM];
@@ -153,19 +157,16 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const Row r = row_of(p, seq, kv_head, first_row + row_in_tile(m, i));
+        const Row r = row_at(row_in_tile(m, i));
         mine[m].valid[i] = r.valid;
         mine[m].head[i] = r.head;
         mine[m].row[i] = seq.q_begin + r.query;
-        if (lane % 4 == 0)
-          slots[row_in_tile(m, i)] = make_int4(r.valid ? mine[m].row[i] : -1, r.head, seq.batch, seq.position(r.query));
       }
     const auto q = fragments_of<T, Dk, kM, Shape::kShared, Shape::kKept>(
         [&](int m, int i) { return mine[m].template at<T>(ranges.branch[0].q, seq.batch, i); }, kept, lane);
     const auto d_o = fragments_of<T, Dv, kM, Shape::kShared, Shape::kShared>(
         [&](int m, int i) { return mine[m].template at<T>(ranges.branch[0].d_o, seq.batch, i); },
         kept + Shape::kGradients, lane);
-    const int last = static_cast<int>(min(rows - first_row, std::int64_t{Shape::kRows})) - 1;
     std::conditional_t<kM == 1, float[Dk / 8][4], float[kM][Dk / 8][4]> acc;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -178,25 +179,29 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
       const BackwardArgs& args = ranges.branch[range];
       const int key_begin = args.window ? seq.k_begin : compressed_begin(p, block.z());
       const int key_count = args.window ? seq.k_len : num_compressed(p, seq.k_len);
-      __syncthreads();  // slots are written, the stages are free
+      __syncthreads();  // the stages are free
       if (lane % 4 == 0) {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int4 slot = slots[row_in_tile(m, i)];
-            if (slot.x < 0) {
+            const Row r = row_at(row_in_tile(m, i));
+            if (!r.valid) {
               terms[row_in_tile(m, i)] = make_float4(0, 0, 0, 0);
             } else {
-              terms[row_in_tile(m, i)] = make_float4(
-                  args.lse.at(slot.z, slot.x, slot.y) * kLog2e, args.delta.at(slot.z, slot.x, slot.y),
-                  gate_of(args, slot.z, slot.x, slot.y), __int_as_float(visible_keys(p, args.window, slot.w).last));
+              const int row = seq.q_begin + r.query;
+              const KeyRange keys = visible_keys(p, args.window, seq.position(r.query));
+              terms[row_in_tile(m, i)] =
+                  make_float4(args.lse.at(seq.batch, row, r.head) * kLog2e, args.delta.at(seq.batch, row, r.head),
+                              gate_of(args, seq.batch, row, r.head), __int_as_float(keys.last));
             }
           }
       }
       __syncwarp();
-      const KeyRange head = visible_keys(p, args.window, slots[0].w),
-                     tail = visible_keys(p, args.window, slots[last].w);
+      const int last = static_cast<int>(
+          min(static_cast<std::int64_t>(seq.q_len) * p.group - first_row, std::int64_t{Shape::kRows}) - 1);
+      const KeyRange head = visible_keys(p, args.window, seq.position(first_query)),
+                     tail = visible_keys(p, args.window, seq.position(row_at(last).query));
       const int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
 
       if constexpr (sizeof(T) == 2) {
@@ -260,18 +265,18 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
       }
     }
 
-    constexpr int kPairs = 2;
+    constexpr int kPairs = Dk > 128 ? 1 : 2;
     const BackwardArgs& args = ranges.branch[ranges.branches - 1];
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int4 slot = slots[row_in_tile(m, i)];
-        if (slot.x < 0) continue;
+        const Row r = row_at(row_in_tile(m, i));
+        if (!r.valid) continue;
         const auto& sum = sixteen<kM>(acc, m);
 #pragma unroll
         for (int first = 0; first < Dk / 8; first += kPairs)  // more at a time would spill
-          store_d_q<T, kPairs>(args, slot.z, slot.x, slot.y, 8 * first + 2 * (lane & 3), [&](int n) {
+          store_d_q<T, kPairs>(args, seq.batch, seq.q_begin + r.query, r.head, 8 * first + 2 * (lane & 3), [&](int n) {
             return float2{sum[first + n][2 * i] * args.scale, sum[first + n][2 * i + 1] * args.scale};
           });
       }
