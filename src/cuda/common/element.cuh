@@ -21,6 +21,15 @@ inline constexpr bool kHopper = false;
 inline constexpr bool kHopper = true;
 #endif
 
+/// A lane that the compiler takes for a new one on 10.x and 12.x: it recomputes the addresses that depend on it instead
+/// of keeping them across a loop, which would spill there.
+__device__ __forceinline__ int opaque_lane(int lane) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  asm volatile("" : "+r"(lane));
+#endif
+  return lane;
+}
+
 using Bf16 = __nv_bfloat16;
 using Half = __half;
 

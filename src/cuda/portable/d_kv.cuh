@@ -212,12 +212,14 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
       }
     }
     if (stage == 0 || (kSmallChunks && small_begins[slot])) key_fragments.hold(), value_fragments.hold();
+    const int at = kSmallChunks && Dk > 128 ? opaque_lane(lane) : lane;
+    key_fragments.lane = value_fragments.lane = at;
     float s[kN][4], dp[kN][4];
     Ring<T> ring;
-    const Scores<T, Dk, kN, decltype(key_fragments)> scores{key_fragments, shared_address(queries), lane};
-    const Scores<T, Dv, kN, decltype(value_fragments)> products{value_fragments, shared_address(gradients), lane};
-    const Outputs<T, Dv, kN> value_outputs{shared_address(gradients), lane};
-    const Outputs<T, Dk, kN> key_outputs{shared_address(queries), lane};
+    const Scores<T, Dk, kN, decltype(key_fragments)> scores{key_fragments, shared_address(queries), at};
+    const Scores<T, Dv, kN, decltype(value_fragments)> products{value_fragments, shared_address(gradients), at};
+    const Outputs<T, Dv, kN> value_outputs{shared_address(gradients), at};
+    const Outputs<T, Dk, kN> key_outputs{shared_address(queries), at};
     start(scores, ring);
     scores.run(s, ring, products);
     products.run(dp, ring, value_outputs);

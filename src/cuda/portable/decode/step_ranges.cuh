@@ -12,7 +12,7 @@ namespace nsa::cuda::portable {
 /// head, z: sequence. A row's bits do not depend on the step's other queries: keys lie in steps, steps in warps and
 /// splits by their numbers alone.
 template <class T, int Dk, int Dv, class Tokens>
-__global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 ? 2 : 3)
+__global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 || (!kHopper && Dk == 128) ? 2 : 3)
     step_ranges(const __grid_constant__ StepRangesArgs<Tokens> branches) {
   using Steps = KeySteps<T, Dk, Dv, Dv>;
   constexpr int kStepKeys = Steps::kStepKeys;
