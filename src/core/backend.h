@@ -80,6 +80,8 @@ Status make_cache_memory(const KVCacheOptions& options, std::unique_ptr<CacheMem
 const char* variant();
 /// Whether this build has the kernels for such a call.
 bool built(const Problem& problem);
+/// The most entries of a row of selected blocks that attention and its backward have shared memory for. It is built.
+std::int64_t max_topk(const Problem& problem, bool backward);
 #define NSA_DECLARE(operation, Params) Status run(const Params& params, Execution& execution);
 NSA_OPERATIONS(NSA_DECLARE)
 #undef NSA_DECLARE

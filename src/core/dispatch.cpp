@@ -122,11 +122,32 @@ Status run_on_device(const char* name, const Params& params, const Device& devic
       [&](const Params& contiguous) { return cuda::run(contiguous, execution); });
 }
 
-Status accept(const auto& params, const Context& context, Call& call, Backend& backend) {
+/// Entries of a row of the blocks that an operation attends to, 0 if it attends to none.
+template <class Params>
+std::int64_t topk_of(const Params& p) {
+  if constexpr (requires { p.forward; }) {
+    return topk_of(p.forward);
+  } else if constexpr (requires { p.attention; }) {
+    return topk_of(p.attention);
+  } else if constexpr (requires { p.k_slc; }) {
+    return p.cfg.topk;
+  } else if constexpr (requires { p.indices, p.block_size; }) {
+    return p.indices.size(-1);
+  } else {
+    return 0;
+  }
+}
+
+template <class Params>
+Status accept(const Params& params, const Context& context, Call& call, Backend& backend) {
   if (Status status = validate(params, call); !status.ok()) return status;
   if (Status status = choose_backend(call.problem, context, backend); !status.ok()) return status;
   if (backend == Backend::kCUDA) {
     if (Status status = supports_layout(call); !status.ok()) return status;
+    if (const std::int64_t topk = topk_of(params); topk > 0) {
+      constexpr bool kBackward = requires { params.forward; };
+      if (Status status = supports_topk(call.problem, topk, kBackward); !status.ok()) return status;
+    }
   }
   if (context.num_threads < 0 || context.num_threads > kMaxThreads)
     return Status::invalid_argument("num_threads = " + std::to_string(context.num_threads) + ": must be 0 ... " +

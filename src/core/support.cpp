@@ -123,6 +123,15 @@ Status supports_layout(const Call& call) {
   return {};
 }
 
+Status supports_topk(const Problem& problem, std::int64_t topk, bool backward) {
+  const std::int64_t most = cuda::max_topk(problem, backward);
+  if (topk <= most) return {};
+  return Status::unsupported("backend cuda: topk = " + std::to_string(topk) + ": must be at most " +
+                             std::to_string(most) + (backward ? " in the backward" : "") + " on this device for " +
+                             name_of(problem.dtype) + " and head dims " + std::to_string(problem.key_dim) + "/" +
+                             std::to_string(problem.value_dim));
+}
+
 Status choose_backend(const Problem& problem, const Context& context, Backend& chosen) {
   chosen = context.backend;
   if (chosen == Backend::kAuto)

@@ -22,6 +22,7 @@ Status sanitize_offsets(TensorView&, TensorView&, std::int64_t, std::int64_t, Ex
 Status make_cache_memory(const KVCacheOptions&, std::unique_ptr<CacheMemory>&) { return absent(); }
 const char* variant() { return "none"; }
 bool built(const Problem&) { return false; }
+std::int64_t max_topk(const Problem&, bool) { return 0; }
 #define NSA_DEFINE(operation, Params) \
   Status run(const Params&, Execution&) { return absent(); }
 NSA_OPERATIONS(NSA_DEFINE)

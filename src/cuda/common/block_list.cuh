@@ -18,6 +18,11 @@ __device__ inline bool counts(const int* indices, int i, int position, int block
 /// Shared memory of clean_list for rows of n indices.
 __host__ __device__ constexpr int list_bytes(int n) { return 2 * n * 4; }
 
+/// At least the static shared memory of each portable kernel that calls clean_list.
+inline constexpr int kStaticWithList = 1024;
+/// The longest row for a thread block with `limit` bytes of shared memory, `dynamic` of them for other uses.
+constexpr int max_topk(int limit, int dynamic) { return (limit - kStaticWithList - dynamic) / list_bytes(1); }
+
 /// Writes the blocks that count to `list` (list_bytes of shared memory), ascending whatever their order in the row, and
 /// returns how many there are. All threads of the block call it; it ends with a barrier.
 __device__ __noinline__ inline int clean_list(const int* indices, int n, int position, int block_size, int* list) {

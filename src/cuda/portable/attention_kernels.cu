@@ -89,8 +89,14 @@ cudaError_t run_sum_partials(const BackwardArgs& all, cudaStream_t stream) {
 
 template <>
 const AttentionKernels& attention_instance<T, Dk, Dv>() {
-  static constexpr AttentionKernels table{run_range_forward, run_selected_forward, run_range_d_q, run_selected_d_q,
-                                          run_d_kv,          run_sum_partials};
+  static constexpr AttentionKernels table{run_range_forward,
+                                          run_selected_forward,
+                                          run_range_d_q,
+                                          run_selected_d_q,
+                                          run_d_kv,
+                                          run_sum_partials,
+                                          SelectedForward<T, Dk, Dv>::kMemory,
+                                          SelectedDq<T, Dk, Dv>::kMemory};
   return table;
 }
 

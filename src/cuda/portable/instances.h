@@ -16,6 +16,7 @@ struct AttentionKernels {
   cudaError_t (*selected_d_q)(const BackwardArgs&, cudaStream_t);
   cudaError_t (*d_kv)(const BackwardArgs&, cudaStream_t);
   cudaError_t (*sum_partials)(const BackwardArgs&, cudaStream_t);  // of d_kv
+  int selected_forward_memory, selected_d_q_memory;                // dynamic shared memory without the list of blocks
 };
 
 struct ElementKernels {
