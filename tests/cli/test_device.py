@@ -379,3 +379,9 @@ def test_bench_on_cuda(tmp_path):
         if ratio["pass"] == pass_name:
             assert ratio["over_dense"] == pytest.approx(ratio["dense_seconds"] / ratio["seconds"])
     assert "faster than dense attention" in text
+
+
+def test_one_openmp_runtime_for_torch_and_libnsa():
+    loaded = subprocess.run(["ldd", PROGRAM], capture_output=True, text=True, check=True).stdout
+    runtimes = {line.split("=>")[1].split()[0] for line in loaded.splitlines() if "omp" in line.split()[0]}
+    assert len(runtimes) == 1, runtimes
