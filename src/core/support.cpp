@@ -8,6 +8,7 @@
 
 #include "core/backend.h"
 #include "core/support.h"
+#include "nsa/version.h"
 
 namespace nsa {
 namespace {

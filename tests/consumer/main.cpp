@@ -1,10 +1,12 @@
 // A window of one token: every query sees only itself, so the output is v, and the lse is the one score.
 #include <cmath>
 #include <cstdio>
+#include <string>
 #include <vector>
 
 #include "nsa/config.h"
 #include "nsa/operations.h"
+#include "nsa/version.h"
 
 int main() {
   constexpr int kTokens = 5, kHeads = 2, kDim = 8;
@@ -36,6 +38,12 @@ int main() {
                        lse[h * kTokens + t]);
           return 1;
         }
+  const std::string version = std::to_string(NSA_VERSION_MAJOR) + "." + std::to_string(NSA_VERSION_MINOR) + "." +
+                              std::to_string(NSA_VERSION_PATCH);
+  if (version != NSA_VERSION || version != nsa::version()) {
+    std::fprintf(stderr, "version: macros %s, %s, library %s\n", version.c_str(), NSA_VERSION, nsa::version());
+    return 1;
+  }
   std::printf("nsa %s: ok\n", nsa::version());
   return 0;
 }
