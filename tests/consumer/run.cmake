@@ -1,6 +1,7 @@
 # cmake -DNSA_BUILD=<build folder> -DWORK=<scratch folder> -DCXX=<compiler> -P run.cmake
-# Installs the library into WORK, builds the consumer against it by find_package and by pkg-config, runs it, and sees
-# that neither needs torch. As a subproject only the consumer's file is compiled, not the library another time.
+# Installs the library into WORK, builds the consumer and the programs of docs/guide/cpp.md against it by find_package,
+# and the consumer by pkg-config, runs them, and sees that they do not need torch. A program prints the comment behind
+# its last printf. As a subproject only the consumer's file is compiled, not the library another time.
 function(step)
   execute_process(COMMAND ${ARGV} RESULT_VARIABLE failed OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(failed)
@@ -11,11 +12,42 @@ endfunction()
 
 file(REMOVE_RECURSE ${WORK})
 step(${CMAKE_COMMAND} --install ${NSA_BUILD} --prefix ${WORK}/prefix --component library)
-step(${CMAKE_COMMAND} -S ${CMAKE_CURRENT_LIST_DIR} -B ${WORK}/build -DCMAKE_PREFIX_PATH=${WORK}/prefix
-  -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_BUILD_TYPE=Release)
+
+file(READ ${CMAKE_CURRENT_LIST_DIR}/../../docs/guide/cpp.md page)
+set(programs "")
+while(page MATCHES "```cpp\n")
+  string(FIND "${page}" "```cpp\n" begin)
+  math(EXPR begin "${begin} + 7")
+  string(SUBSTRING "${page}" ${begin} -1 page)
+  string(FIND "${page}" "```" end)
+  string(SUBSTRING "${page}" 0 ${end} code)
+  string(SUBSTRING "${page}" ${end} -1 page)
+  if(code MATCHES "^// ([a-z]+)\\.cpp\n")
+    set(program ${CMAKE_MATCH_1})
+    if(NOT code MATCHES "printf[^\n]*;  // ([^\n]+)\n}\n$")
+      message(FATAL_ERROR "${program}.cpp of docs/guide/cpp.md: must end with a printf and what it prints")
+    endif()
+    set(wanted_${program} "${CMAKE_MATCH_1}\n")
+    file(WRITE ${WORK}/programs/${program}.cpp "${code}")
+    list(APPEND programs ${program})
+  elseif(code MATCHES "int main")
+    message(FATAL_ERROR "A program of docs/guide/cpp.md begins with its name, // name.cpp:\n${code}")
+  endif()
+endwhile()
+if(NOT programs)
+  message(FATAL_ERROR "docs/guide/cpp.md has no program")
+endif()
+step(${CMAKE_COMMAND} -S ${CMAKE_CURRENT_LIST_DIR} -B ${WORK}/build -DPROGRAMS=${WORK}/programs
+  -DCMAKE_PREFIX_PATH=${WORK}/prefix -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_BUILD_TYPE=Release)
 step(${CMAKE_COMMAND} --build ${WORK}/build)
 step(${WORK}/build/consumer)
 message(STATUS "${output}")
+foreach(program ${programs})
+  step(${WORK}/build/${program})
+  if(NOT output STREQUAL wanted_${program})
+    message(FATAL_ERROR "${program}.cpp of docs/guide/cpp.md prints ${output}must be ${wanted_${program}}")
+  endif()
+endforeach()
 step(ldd ${WORK}/build/consumer)
 if(output MATCHES "torch|libc10")
   message(FATAL_ERROR "libnsa depends on torch:\n${output}")
