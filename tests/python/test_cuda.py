@@ -293,6 +293,15 @@ def test_head_dims_and_types():
         nsa.sliding_window_attention(x, x, x, 4)
 
 
+def test_a_row_of_selected_blocks_fits_into_shared_memory():
+    q, k, v = (torch.randn(1, 2, 1, dim, dtype=torch.bfloat16, requires_grad=True) for dim in (192, 192, 128))
+    indices = torch.zeros(1, 2, 1, 40000, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=r"topk = 40000: must be at most \d+ on this device for bfloat16"):
+        nsa.selected_attention(q, k, v, indices)
+    o, _ = nsa.selected_attention(q, k, v, indices[..., :1024].contiguous())  # fits on every GPU
+    o.sum().backward()
+
+
 def test_one_device():
     x = torch.randn(1, 5, 1, 64)
     with pytest.raises(ValueError, match="k: on cpu: expected cuda:0 as q"):
