@@ -94,6 +94,13 @@ __global__ void __launch_bounds__(128, SelectedDq<T, Dk, Dv>::kBlocks)
         *reinterpret_cast<float2*>(to + n * 8) = make_float2(acc[n][2 * i], acc[n][2 * i + 1]);
     }
     __syncthreads();
+    int batch = seq.batch;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+    if constexpr (sizeof(T) == 4 && Dk > 128) {  // it would spill during the loop
+      asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(batch));
+      if (p.cu_q) batch = 0;
+    }
+#endif
     for (int e = threadIdx.x; e < 16 * (Dk / 2); e += 128) {
       const int r = e / (Dk / 2), column = e % (Dk / 2) * 2;
       if (first_head + r >= p.group) continue;
@@ -103,7 +110,7 @@ __global__ void __launch_bounds__(128, SelectedDq<T, Dk, Dv>::kBlocks)
         const float2 part = *reinterpret_cast<const float2*>(partials + (w * 16 + r) * Shape::kPartialPitch + column);
         x += part.x, y += part.y;
       }
-      store_d_q<T, 1>(args, seq.batch, query_row, kv_head * p.group + first_head + r, column, [&](int) {
+      store_d_q<T, 1>(args, batch, query_row, kv_head * p.group + first_head + r, column, [&](int) {
         return float2{x * args.scale, y * args.scale};
       });
     }
