@@ -137,7 +137,18 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
     extern __shared__ __align__(128) char memory[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = block.y();
     const Geometry& p = ranges.branch[0].geometry;
-    const DeviceSequence seq = sequence_of(p, block.z());
+    const DeviceSequence found = sequence_of(p, block.z());
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900
+    constexpr bool kInMemory = sizeof(T) == 2 && Dk == 128;  // it would spill
+#else
+    constexpr bool kInMemory = false;
+#endif
+    __shared__ DeviceSequence in_memory;
+    if constexpr (kInMemory) {
+      if (thread == 0) in_memory = found;
+      __syncthreads();
+    }
+    const DeviceSequence& seq = kInMemory ? in_memory : found;
     const std::int64_t first_row = static_cast<std::int64_t>(block.columns() - 1 - block.x()) * Shape::kRows;
     if (first_row >= static_cast<std::int64_t>(seq.q_len) * p.group) continue;
 
