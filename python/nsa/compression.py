@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +87,8 @@ class CompressionFunction(nn.Module):
     Args: as for `initial_compression_weights`.
     """
 
+    _instances: ClassVar[WeakSet[CompressionFunction]] = WeakSet()  # for the check of an optimizer's groups
+
     def __init__(
         self,
         kind: str,
@@ -95,10 +99,15 @@ class CompressionFunction(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        self._instances.add(self)
         self.kind, self.hidden = kind, hidden
         self.kernel_size, self.head_dim, self.num_sets = kernel_size, head_dim, num_sets
         for name, tensor in self._initial(generator):
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._instances.add(self)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Gives the parameters, wherever they are now, the values that they were made with."""

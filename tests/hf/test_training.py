@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import nsa
+import nsa.hf
 from models import VOCABULARY, padded, sparse, tokens
 
 HERE = Path(__file__).parent
@@ -98,19 +101,92 @@ def test_selector_loss_asks_tokens_only(name):
         model(rows[1][None])
 
 
-def test_selector_loss_in_trainer(tmp_path):
-    told = []
+class SparseTrainer(nsa.hf.NsaTrainerMixin, Trainer):
+    pass
 
-    class SelectorTrainer(Trainer):
+
+WIDE = {"kernel_size": 32, "kernel_stride": 16, "topk": 3, "share_kv": True}
+"""w1 of phi has 32 * 16 inputs: it learns at a quarter of the common rate."""
+
+
+def test_selector_loss_in_trainer(tmp_path):
+    observed = []
+
+    class SelectorTrainer(SparseTrainer):
+        selector_loss_weight = 1e4  # next to which the gradient of the other loss is small
+        selector_queries = 16
+
         def compute_loss(self, *arguments, **options):
             loss = super().compute_loss(*arguments, **options)
-            told.append(nsa.selector_loss(self.model))
-            return 0 * loss + told[-1]
+            observed.append(nsa.selector_loss(self.model))
+            return loss
 
-    model = with_selector_loss(sparse("llama", nsa={"share_kv": True}, dense_layers=[1]), 16)
+    model = sparse("llama", nsa={"share_kv": True}, dense_layers=[1])
     model.gradient_checkpointing_enable()
     trainer(model, tmp_path, 20, SelectorTrainer, save_strategy="no").train()
-    assert sum(told[-5:]) < 0.8 * sum(told[:5])
+    assert model.model.layers[0].self_attn.selector_queries == 16
+    assert sum(observed[-5:]) < 0.8 * sum(observed[:5])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accepts", [True, False])
+def test_the_selector_loss_does_not_grow_with_accumulation(accepts, accumulate, tmp_path):
+    options = {"gradient_accumulation_steps": accumulate, "max_grad_norm": 0, "save_strategy": "no"}
+    run = trainer(sparse("llama", nsa=WIDE), tmp_path, 1, SparseTrainer, **options)
+    run.model_accepts_loss_kwargs = accepts
+    run.selector_queries, run.selector_loss_weight = 1 << 20, 1e6  # every query, and nearly all of the gradient
+    run.train_dataset = run.train_dataset[:1] * 8
+    weight, norms = run.model.model.layers[0].self_attn.phi_k.w1, []
+    run.create_optimizer().register_step_pre_hook(lambda *_: norms.append(weight.grad.norm().item()))
+    initial = copy.deepcopy(run.model).train()
+    run.train()
+    for module in initial.modules():
+        if isinstance(module, nsa.NativeSparseAttention):
+            module.selector_queries = 1 << 20
+    initial(run.train_dataset[0]["input_ids"][None])
+    (1e6 * nsa.selector_loss(initial)).backward()
+    expected = initial.model.layers[0].self_attn.phi_k.w1.grad.norm().item()
+    assert norms == [pytest.approx(expected, rel=0.01)]
+
+
+def test_the_mixin_gives_phi_its_rates_and_no_decay(tmp_path):
+    def model():
+        torch.manual_seed(0)
+        return sparse("llama", nsa=WIDE, initializer_range=0.02)
+
+    whole = trainer(model(), tmp_path, 4, SparseTrainer, save_steps=2, weight_decay=0.1, warmup_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        whole.train()
+    rates = {
+        id(p): (group["initial_lr"], group["weight_decay"])
+        for group in whole.optimizer.param_groups
+        for p in group["params"]
+    }
+    attention = whole.model.model.layers[1].self_attn
+    assert rates[id(attention.phi_k.w1)] == rates[id(attention.phi_v.pe)] == (3e-3 / 4, 0.0)
+    assert rates[id(attention.phi_k.w2)] == (3e-3, 0.0)
+    assert rates[id(attention.q_proj.weight)] == (3e-3, 0.1)
+    assert len(rates) == len(list(whole.model.parameters()))
+    again = trainer(model(), tmp_path, 4, SparseTrainer, save_strategy="no", weight_decay=0.1, warmup_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for (n, one), other in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other), n
+
+
+def test_a_plain_trainer_warns_of_the_rate_of_phi(tmp_path):
+    run = trainer(sparse("llama", nsa=WIDE), tmp_path, 2, save_strategy="no")
+    with pytest.warns(
+        UserWarning, match=r"^phi has lr = 0.003 and .*must be at most 0.00075 and 0.*NsaTrainerMixin$"
+    ) as seen:
+        run.train()
+    assert sum("phi has lr" in str(one.message) for one in seen) == 1
+
+
+def test_the_mixin_names_a_selector_without_weights(tmp_path):
+    run = trainer(sparse("llama", nsa={**WIDE, "phi": "mean"}), tmp_path, 1, SparseTrainer, save_strategy="no")
+    with pytest.warns(UserWarning, match=r"^model: no selector loss, as phi = 'mean' with share_kv"):
+        run.train()
 
 
 @pytest.fixture

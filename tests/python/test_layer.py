@@ -1,7 +1,9 @@
 """The layer against the functional operations, its parameters and their initial values."""
 
+import copy
 import dataclasses
 import math
+import warnings
 
 import pytest
 import torch
@@ -324,6 +326,31 @@ def test_parameter_groups():
     assert [(g["lr"], len(g["params"])) for g in wide] == [(128 / 2048, 3)]
     assert nsa.parameter_groups(layer_of(cfg=SMALL, phi="mean"), 1.0)[0]["lr"] == 1.0
     torch.optim.AdamW(groups).step()
+
+
+def test_an_optimizer_that_trains_phi_too_fast_warns_once():
+    def step(groups, kind=torch.optim.AdamW, **options):
+        optimizer = kind(groups, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                optimizer.step()
+        return [str(one.message) for one in caught if "phi" in str(one.message)]
+
+    layer = copy.deepcopy(layer_of(cfg=nsa.NSAConfig(topk=4)))  # a copy is known, too
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    (message,) = step(layer.parameters(), lr=0.1, weight_decay=0.0)
+    assert message.startswith("phi has lr = 0.1 and weight_decay = 0 in the optimizer: must be at most 0.025 and 0.")
+    (message,) = step([{**group, "weight_decay": 0.1} for group in nsa.parameter_groups(layer, 0.1)])
+    assert "weight_decay = 0.1" in message
+    assert not step(nsa.parameter_groups(layer, 0.1, 0.1))
+    assert not step(layer.parameters(), torch.optim.SGD, lr=0.1)
+    others = [p for n, p in layer.named_parameters() if not n.startswith("phi_")]
+    assert not step(others, lr=0.1)
+    layer.phi_k.requires_grad_(False)
+    layer.phi_v.requires_grad_(False)
+    assert not step(layer.parameters(), lr=0.1)
 
 
 class Packed(torch.nn.Module):

@@ -25,6 +25,7 @@ from .models import (
     NsaQwen3ForTokenClassification,
     NsaQwen3Model,
 )
+from .training import NsaTrainerMixin
 
 __all__ = [
     "NsaDynamicLayer",
@@ -39,6 +40,7 @@ __all__ = [
     "NsaQwen3ForTokenClassification",
     "NsaQwen3Model",
     "NsaStaticLayer",
+    "NsaTrainerMixin",
     "convert",
     "nsa_attention_forward",
     "nsa_attention_mask",
