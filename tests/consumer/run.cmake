@@ -1,7 +1,8 @@
 # cmake -DNSA_BUILD=<build folder> -DWORK=<scratch folder> -DCXX=<compiler> -P run.cmake
 # Installs the library into WORK, builds the consumer and the programs of docs/guide/cpp.md against it by find_package,
-# and the consumer by pkg-config, runs them, and sees that they do not need torch. A program prints the comment behind
-# its last printf. As a subproject only the consumer's file is compiled, not the library another time.
+# and the consumer by pkg-config, and runs them. A program prints the comment behind its last printf. They do not need
+# torch, and the library exports the public API alone. As a subproject only the consumer's file is compiled, not the
+# library another time.
 function(step)
   execute_process(COMMAND ${ARGV} RESULT_VARIABLE failed OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(failed)
@@ -51,6 +52,17 @@ endforeach()
 step(ldd ${WORK}/build/consumer)
 if(output MATCHES "torch|libc10")
   message(FATAL_ERROR "libnsa depends on torch:\n${output}")
+endif()
+
+find_program(NM nm REQUIRED)
+file(GLOB_RECURSE library ${WORK}/prefix/*/libnsa.so)
+step(${NM} -D --defined-only --demangle ${library})
+string(REPLACE "nsa::Status nsa::" "nsa::" symbols "${output}")  # instances of templates
+foreach(class TensorView NSAConfig Status KVCache KVCacheOptions PageAllocator PageCopies)
+  string(REPLACE " nsa::${class}::" " public::" symbols "${symbols}")
+endforeach()
+if(symbols MATCHES "\n[0-9a-f]+ . ([^pn][^\n]*|nsa::[A-Za-z_]+::[^\n]*)")
+  message(FATAL_ERROR "libnsa exports what its headers do not declare: ${CMAKE_MATCH_1}")
 endif()
 
 step(${CMAKE_COMMAND} -S ${CMAKE_CURRENT_LIST_DIR} -B ${WORK}/subproject -G Ninja -DCMAKE_CXX_COMPILER=${CXX}
