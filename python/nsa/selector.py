@@ -8,6 +8,7 @@ tokens. `nsa train --selector-loss` uses the same loss.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -50,6 +51,13 @@ def selector_loss(model: nn.Module) -> Tensor:
             raise ValueError(
                 f"model: {name or 'it'} has no selector loss: its last forward must be one in training mode, with "
                 "gradients (in activation checkpointing: use_reentrant=False) and without a cache"
+            )
+        phi = list(module.phi_k.parameters())
+        if phi and not any(parameter.requires_grad for parameter in phi):
+            warnings.warn(
+                f"model: {name or 'it'}: phi_k is frozen, so that the selector loss does not train it: must have "
+                "requires_grad; with PEFT: modules_to_save=['phi_k', 'phi_v']",
+                stacklevel=3,
             )
         losses.append(loss)
     return torch.stack([loss.to(losses[0].device) for loss in losses]).sum()

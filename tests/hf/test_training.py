@@ -189,6 +189,33 @@ def test_the_mixin_names_a_selector_without_weights(tmp_path):
         run.train()
 
 
+def test_frozen_phi_is_named(tmp_path):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(sparse("llama", nsa=WIDE), peft.LoraConfig(target_modules="all-linear"))
+    run = trainer(adapted, tmp_path, 1, SparseTrainer, save_strategy="no")
+    with pytest.warns(UserWarning, match=r"phi_k is frozen.*modules_to_save=\['phi_k', 'phi_v'\]$"):
+        run.train()
+
+
+@pytest.mark.parametrize("share_kv", [True, False])
+def test_adapters_train_phi_at_its_rate(share_kv, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = sparse("llama", nsa={**WIDE, "share_kv": share_kv}, dense_layers=[1])
+    ids, initial = tokens(1, 100), model.model.layers[0].self_attn.phi_k.w1.detach().clone()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, **nsa.hf.lora_fields(model)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="phi|model: ")
+        trainer(adapted, tmp_path, 1, SparseTrainer, save_strategy="no", weight_decay=0.5).train()
+    moved = (adapted.base_model.model.model.layers[0].self_attn.phi_k.w1 - initial).abs().max()
+    assert 0.5 * 3e-3 / 4 < moved < 1.001 * 3e-3 / 4
+    adapted.eval().save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        expected = adapted(input_ids=ids).logits
+        torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, expected, rtol=1e-3, atol=1e-4)
+    assert any("phi_k" in name for name in peft.utils.load_peft_weights(tmp_path / "adapter"))
+    assert nsa.hf.lora_fields(sparse("llama", nsa={"phi": "mean"}))["modules_to_save"] is None
+
+
 @pytest.fixture
 def spawn(tmp_path):
     """Runs distributed.py on a saved model and returns what it wrote."""

@@ -25,7 +25,7 @@ from .models import (
     NsaQwen3ForTokenClassification,
     NsaQwen3Model,
 )
-from .training import NsaTrainerMixin
+from .training import NsaTrainerMixin, lora_fields
 
 __all__ = [
     "NsaDynamicLayer",
@@ -42,6 +42,7 @@ __all__ = [
     "NsaStaticLayer",
     "NsaTrainerMixin",
     "convert",
+    "lora_fields",
     "nsa_attention_forward",
     "nsa_attention_mask",
 ]

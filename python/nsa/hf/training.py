@@ -8,10 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._arguments import check_type
 from ..layer import NativeSparseAttention
 from ..optimizer import learning_rate_scales
 from ..selector import selector_loss
 from .configuration import Mixin
+
+
+def lora_fields(model: nn.Module) -> dict[str, Any]:
+    """Fields of PEFT's LoraConfig that adapt the linear layers of a sparse model and train its phi.
+
+        peft.get_peft_model(model, peft.LoraConfig(r=16, **nsa.hf.lora_fields(model)))
+
+    phi has no linear layers, so that adapters alone leave it, and the block selector, as they are.
+    """
+    check_type("model", model, nn.Module)
+    sparse = [module for module in model.modules() if isinstance(module, NativeSparseAttention)]
+    learns = any(True for module in sparse for _ in module.phi_k.parameters())
+    return {"target_modules": "all-linear", "modules_to_save": ["phi_k", "phi_v"] if learns else None}
 
 
 class NsaTrainerMixin(Mixin):
