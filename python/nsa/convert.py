@@ -29,9 +29,11 @@ from .config import NSAConfig
 from .hf import NsaLlamaConfig, NsaQwen3Config  # first: it says what to install
 from .hf.conversion import (
     ARCHITECTURES,
+    PRESETS,
     SPARSE_MODELS,
     added_tensors,
     compare_logits,
+    preset_options,
     sparse_config,
     targets,
 )
@@ -199,7 +201,7 @@ def appearing(out: Path) -> Iterator[Path]:
 
 
 def make_sparse(
-    folder: Folder, out: Path, nsa: dict[str, Any], *, separate_kv: bool, dense_layers: list[int], phi: str, seed: int
+    folder: Folder, out: Path, nsa: dict[str, Any], *, separate_kv: bool, dense_layers: list[int], seed: int
 ) -> None:
     """Converts a dense folder, one file of weights at a time."""
     src = folder.path
@@ -223,7 +225,7 @@ def make_sparse(
         dense = kind.from_dict(folder.config)
         _check_layers(folder, "num_hidden_layers", dense.num_hidden_layers)
         expected = AutoModelForCausalLM.from_config(dense).state_dict()
-        options = {**nsa, "share_kv": not separate_kv, "phi": phi}
+        options = {**nsa, "share_kv": not separate_kv}
         config = sparse_config(dense, architecture, options, dense_layers)
         model = SPARSE_MODELS[type(config)](config)
     folder.check(expected, {"lm_head.weight"} if dense.tie_word_embeddings else set())
@@ -326,19 +328,30 @@ def main(arguments: list[str] | None = None) -> int:
     option("out", type=Path, metavar="OUT", help="a folder that does not exist")
     option("--separate-kv", action="store_true", help="a copy of the key and value projections for each branch")
     option("--dense-layers", type=_numbers, default=[], metavar="0,1", help="layers that keep full attention")
-    option("--phi", choices=["mean", "linear", "mlp"], default="mean", help="linear and mlp start as the mean")
+    option(
+        "--preset", choices=list(PRESETS), default="paper", help="recipe: smaller blocks and phi = mlp, to train OUT"
+    )
+    option("--phi", choices=["mean", "linear", "mlp"], help="linear and mlp start as the mean; default: the preset's")
     option("--lengths", type=_numbers, default=[256, 1024], metavar="N,N", help="to compare over; 0: do not compare")
     option("--seed", type=int, default=0, help="of the gates' first layer and the tokens to compare with")
+    recipe = vars(NSAConfig.recipe())
     for name, field in NSAConfig.__dataclass_fields__.items():
-        option(f"--{name.replace('_', '-')}", type=int, default=field.default, metavar="N", help="%(default)s")
+        option(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            metavar="N",
+            help=f"default {field.default}, in the recipe {recipe[name]}",
+        )
     given = parser.parse_args(arguments)
     try:
         folder = Folder(given.src)
         if folder.is_run:
             rename_run(folder, given.out)
         else:
-            nsa = {name: getattr(given, name) for name in NSAConfig.__dataclass_fields__}
-            made = {"separate_kv": given.separate_kv, "dense_layers": given.dense_layers, "phi": given.phi}
+            sizes = {name: getattr(given, name) for name in NSAConfig.__dataclass_fields__}
+            sizes = {name: size for name, size in sizes.items() if size is not None}
+            nsa = preset_options(given.preset, sizes, given.phi)
+            made = {"separate_kv": given.separate_kv, "dense_layers": given.dense_layers}
             make_sparse(folder, given.out, nsa, **made, seed=given.seed)
         _say(f"{given.out}: written")
         lengths = [] if folder.is_run else [length for length in given.lengths if length > 0]

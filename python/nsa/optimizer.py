@@ -72,7 +72,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, *_: object) -> None:
                 f"phi has lr = {rate:g} and weight_decay = {decay:g} in the optimizer: must be at most "
                 f"{scale * (common or rate):g} and 0. nsa.parameter_groups makes such groups, "
                 "in a Trainer nsa.hf.NsaTrainerMixin",
-                stacklevel=4,
+                stacklevel=3,
             )
             return
 

@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from models import SIZES, SMALL, SPARSE, sparse
@@ -124,3 +125,17 @@ def test_layers_made_dense_later_are(name):
     assert model.config.layer_types == ["nsa", "full_attention"]
     assert [hasattr(layer.self_attn, "gate") for layer in model.model.layers] == [True, False]
     assert sparse(name, dense_layers=(1, 1)).config.dense_layers == [1]
+
+
+@BOTH
+def test_the_recipe_is_that_of_the_program(name):
+    config = SPARSE[name][1].recipe(**SIZES, nsa={"window_size": 64})
+    fields = {"kernel_size": 8, "kernel_stride": 8, "block_size": 32, "topk": 32, "share_kv": True, "phi": "mlp"}
+    assert config.nsa == OPTIONS | fields | {"window_size": 64}
+    rope = {"rope_type": "proportional", "rope_theta": 500000.0, "partial_rotary_factor": 0.5}
+    assert config.rope_parameters == rope
+    assert SPARSE[name][0](config)(torch.ones(1, 40, dtype=torch.long)).logits.isfinite().all()
+    given = {"rope_type": "default", "rope_theta": 1e4}
+    assert SPARSE[name][1].recipe(**SIZES, rope_parameters=given).rope_parameters == given
+    with pytest.raises(ValueError, match=r"^nsa = \[\]: must be a dict or None$"):
+        SPARSE[name][1].recipe(**SIZES, nsa=[])

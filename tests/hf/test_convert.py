@@ -53,6 +53,24 @@ def test_as_converted_a_short_text_is_almost_the_dense_models(name):
     assert long["kl"] > 100 * short["kl"]  # which is why a converted model has to be trained
 
 
+@BOTH
+def test_presets(name, tmp_path):
+    model = dense(name)
+    model.save_pretrained(tmp_path / "dense")
+    for preset, (kernel, topk, phi) in {"recipe": (8, 32, "mlp"), "paper": (32, 16, "mean")}.items():
+        config = convert(model, preset=preset, nsa={"window_size": 64}).config
+        options = ["--preset", preset, "--window-size", "64", "--lengths", "0"]
+        assert main([str(tmp_path / "dense"), str(tmp_path / preset), *options]) == 0
+        saved = json.loads((tmp_path / preset / "config.json").read_text())
+        assert saved["nsa"] == config.nsa
+        chosen = [config.nsa[field] for field in ("kernel_size", "topk", "phi", "window_size", "share_kv")]
+        assert chosen == [kernel, topk, phi, 64, True]
+        assert config.rope_parameters == model.config.rope_parameters
+    assert convert(model, preset="recipe", phi="mean").config.nsa["phi"] == "mean"
+    with pytest.raises(ValueError, match=r"^preset = 'best': must be recipe or paper$"):
+        convert(model, preset="best")
+
+
 @pytest.mark.bits
 @BOTH
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])

@@ -21,6 +21,9 @@ PHI, COLWISE = "nsa_phi", "nsa_colwise"
 OPTIONS = {**NSAConfig().__dict__, "share_kv": False, "phi": "mlp", "phi_hidden": 0, "phi_per_kv_head": False}
 """Fields of `nsa` and their defaults: those of NSAConfig and of the layer `nsa.NativeSparseAttention`."""
 
+RECIPE = {**NSAConfig.recipe().__dict__, "share_kv": True, "phi": "mlp"}
+"""Fields of `nsa` in the recipe."""
+
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
@@ -51,6 +54,18 @@ class _Sparse(Mixin):
         dense_layers: Any
         base_model_tp_plan: Any
         layer_types: Any
+
+    @classmethod
+    def recipe(cls, *, nsa: dict[str, Any] | None = None, **fields: Any) -> Any:
+        """A configuration with the setting of `nsa train`, for a model that is trained from scratch.
+
+        `nsa` is that of `nsa.NSAConfig.recipe` with shared keys and values, and `rope_parameters` rotate half of the
+        channels with base 500000. Fields that are given, also within `nsa`, replace these.
+        """
+        rope = {"rope_type": "proportional", "rope_theta": 500000.0, "partial_rotary_factor": 0.5}
+        if not isinstance(nsa, dict | None):
+            raise ValueError(f"nsa = {nsa!r}: must be a dict or None")
+        return cls(**{"rope_parameters": rope, **fields, "nsa": {**RECIPE, **(nsa or {})}})
 
     def _check_fields(self, more: dict[str, Any]) -> None:
         """Checks fields that transformers accepts and that would fail or be wrong later; `more`: unknown fields."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from .._arguments import check_type
+from ..config import NSAConfig
 from ..layer import BRANCHES
 from .configuration import LAYER_TYPE, NsaLlamaConfig, NsaQwen3Config
 from .models import NsaLlamaForCausalLM, NsaQwen3ForCausalLM, initial_phi
@@ -26,6 +27,8 @@ ARCHITECTURES: dict[str, tuple[Any, Any]] = {
 GATE_BIASES = {"cmp": -6.0, "slc": 4.0, "swa": -4.0}
 """Before the sigmoid. Those of selection and window add up to one, and over short texts both are dense attention."""
 
+PRESETS = {"recipe": (NSAConfig.recipe(), "mlp"), "paper": (NSAConfig(), "mean")}
+
 SPARSE_MODELS: dict[type, Any] = {NsaLlamaConfig: NsaLlamaForCausalLM, NsaQwen3Config: NsaQwen3ForCausalLM}
 
 
@@ -35,18 +38,21 @@ def convert(
     nsa: dict[str, Any] | None = None,
     separate_kv: bool = False,
     dense_layers: Sequence[int] = (),
-    phi: str = "mean",
+    phi: str | None = None,
     seed: int = 0,
+    preset: str = "paper",
 ) -> PreTrainedModel:
     """A sparse model with the weights of a dense one, which stays as it is.
 
     Args:
         model: a LlamaForCausalLM or a Qwen3ForCausalLM.
-        nsa: hyperparameters that differ from the paper's, by the names of NSAConfig.
+        nsa: hyperparameters that differ from the preset's, by the names of NSAConfig.
         separate_kv: each branch gets a copy of the key and value projections; else the branches share one.
         dense_layers: numbers of the layers that keep full attention.
-        phi: "mean", or "linear" or "mlp", which start as the mean and learn.
+        phi: "mean", or "linear" or "mlp", which start as the mean and learn; None: the preset's.
         seed: of the gates' first layer and of what phi has beyond the mean.
+        preset: "recipe", to train the result: the hyperparameters of `nsa.NSAConfig.recipe` and phi = "mlp". "paper":
+            those of `nsa.NSAConfig` and phi = "mean". The model keeps its RoPE.
 
     Raises:
         ValueError: another architecture, or an option that does not fit it.
@@ -62,7 +68,7 @@ def convert(
     for name, option in (("share_kv", "separate_kv"), ("phi", "phi")):
         if nsa and name in nsa:
             raise ValueError(f"nsa: {name} = {nsa[name]!r}: must be given as the argument {option}")
-    options = {**(nsa or {}), "share_kv": not separate_kv, "phi": phi}
+    options = preset_options(preset, nsa or {}, phi) | {"share_kv": not separate_kv}
     if getattr(model.config, "quantization_config", None):
         raise ValueError("quantization_config: must be absent")
     config = sparse_config(model.config, type(model).__name__, options, dense_layers)
@@ -94,6 +100,14 @@ def convert(
         raise ValueError(f"model: {sorted(missing)[0]}: missing")
     result.generation_config = copy.deepcopy(model.generation_config)
     return result.train(model.training)
+
+
+def preset_options(preset: str, nsa: dict[str, Any], phi: str | None) -> dict[str, Any]:
+    """Fields of a configuration's `nsa` in a converted model, without share_kv; what is given replaces the preset's."""
+    if preset not in PRESETS:
+        raise ValueError(f"preset = {preset!r}: must be {' or '.join(PRESETS)}")
+    made, default_phi = PRESETS[preset]
+    return {**made.__dict__, **nsa, "phi": default_phi if phi is None else phi}
 
 
 def sparse_config(
