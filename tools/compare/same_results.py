@@ -32,7 +32,9 @@ def program(build, folder):
         calls = [[*command, "-c", source, "-o", object] for source, object in zip(sources, objects, strict=True)]
         list(pool.map(lambda call: subprocess.run(call, check=True), calls))
     library = build / "lib"
-    linked = ["-L", library, f"-Wl,-rpath,{library}", "-lnsa", "-lgtest", "-o", folder / "program"]
+    # Builds of earlier commits export everything from libnsa itself.
+    name = "nsa_internal" if (library / "libnsa_internal.so").exists() else "nsa"
+    linked = ["-L", library, f"-Wl,-rpath,{library}", f"-l{name}", "-lgtest", "-o", folder / "program"]
     subprocess.run([*command, *objects, *linked], check=True)
     return folder / "program"
 
