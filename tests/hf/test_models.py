@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import re
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
+import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoConfig,
@@ -22,6 +27,7 @@ from transformers import (
 )
 
 import nsa
+import nsa.hf
 from models import SIZES, SMALL, SPARSE, VOCABULARY, dense, error, gradients, padded, sparse, tokens
 
 BOTH = pytest.mark.parametrize("name", SPARSE)
@@ -518,6 +524,63 @@ def test_the_saved_configuration_names_what_other_readers_need(tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["model_type"] == "nsa_qwen3" and saved["architectures"] == ["NsaQwen3ForCausalLM"]
     assert saved["nsa"]["window_size"] == 20 and saved["dense_layers"] == [1]
+
+
+@BOTH
+def test_a_saved_folder_names_the_classes_of_its_architecture(name, tmp_path):
+    sparse(name).save_pretrained(tmp_path)
+    for auto, path in json.loads((tmp_path / "config.json").read_text())["auto_map"].items():
+        module, kind = path.split(".")
+        assert (tmp_path / f"{module}.py").exists()
+        loaded = getattr(transformers, auto).from_pretrained(tmp_path)
+        assert type(loaded) is getattr(nsa.hf, kind) and type(loaded).__name__.startswith(SPARSE[name][0].__name__[:6])
+
+
+def test_a_folder_loads_by_its_name_where_nsa_is_not_imported(tmp_path):
+    model = sparse("qwen3", dense_layers=[1])
+    model.save_pretrained(tmp_path / "model")
+    ids = tokens(1, 50)
+    with torch.no_grad():
+        torch.save((ids, model(ids).logits), tmp_path / "expected.pt")
+    script = """
+        import sys
+        import torch
+        from transformers import AutoModelForCausalLM
+        folder, again = "model", "again"
+        assert "nsa" not in sys.modules
+        try:
+            AutoModelForCausalLM.from_pretrained(folder)
+            raise SystemExit("loaded without trust")
+        except ValueError as error:
+            assert "trust_remote_code=True" in str(error), error
+        sys.modules["nsa"] = None
+        try:
+            AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+            raise SystemExit("loaded without nsa")
+        except ImportError as error:
+            assert "import nsa.hf" in str(error), error
+        del sys.modules["nsa"]
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        ids, expected = torch.load("expected.pt")
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, expected)
+        assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 53)
+        model.save_pretrained(again)
+    """
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for file in ("config.json", "import_nsa_hf.py"):
+        assert (tmp_path / "again" / file).read_text() == (tmp_path / "model" / file).read_text()
+    assert len(list((tmp_path / "again").glob("*.py"))) == 1
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "again")) is type(model)  # nsa.hf is imported here
 
 
 @pytest.mark.bits

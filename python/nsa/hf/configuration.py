@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
@@ -23,6 +25,20 @@ OPTIONS = {**NSAConfig().__dict__, "share_kv": False, "phi": "mlp", "phi_hidden"
 
 RECIPE = {**NSAConfig.recipe().__dict__, "share_kv": True, "phi": "mlp"}
 """Fields of `nsa` in the recipe."""
+
+LOADER = "import_nsa_hf"
+"""Name of the module in a saved folder whose import registers the sparse classes."""
+
+LOADER_TEXT = '''"""Classes of this folder's model, for from_pretrained(FOLDER, trust_remote_code=True).
+
+A program that runs `import nsa.hf` needs neither this file nor trust_remote_code.
+"""
+
+try:
+    from nsa.hf import *
+except ImportError as error:
+    raise ImportError(f"{error}: this model needs libnsa's package nsa, with its extra hf (import nsa.hf)") from error
+'''
 
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -164,6 +180,21 @@ class _Sparse(Mixin):
     def to_dict(self) -> dict[str, Any]:
         """Omits layer_types, because Trainer reads config.json without a model and would refuse the names."""
         return {name: value for name, value in super().to_dict().items() if name != "layer_types"}
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
+        """Also writes the module that `auto_map` names, so that the folder loads where nsa.hf is not imported."""
+        heads = ("CausalLM", "SequenceClassification", "TokenClassification")
+        classes = {"AutoConfig": "Config", "AutoModel": "Model"} | {f"AutoModelFor{h}": f"For{h}" for h in heads}
+        family = type(self).__name__.removesuffix("Config")
+        self.auto_map = {auto: f"{LOADER}.{family}{name}" for auto, name in classes.items()}
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{LOADER}.py").write_text(LOADER_TEXT)
+        super().save_pretrained(save_directory, *arguments, **options)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Does nothing: transformers would copy this module, without those it imports, into every saved folder."""
 
     def validate_layer_type(self) -> None:
         """transformers knows a fixed list of names; `_complete` has made the list itself."""

@@ -211,6 +211,10 @@ class _Sparse(Mixin):
         return attn_implementation or "nsa"
 
     @classmethod
+    def register_for_auto_class(cls, auto_class: object = "AutoModel") -> None:
+        """Does nothing: the saved configuration names the module that a folder needs."""
+
+    @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True
 
