@@ -439,6 +439,7 @@ class KVCache:
         """
         if isinstance(rows, Tensor) and rows.dim() != 1:
             raise ValueError(f"rows: {rows.dim()} dimensions: must be (rows,)")
+        check_usable("rows", rows)
         rows = rows.tolist() if isinstance(rows, Tensor) else list(rows)
         if not rows:
             raise ValueError("rows: none: must be at least one")
@@ -648,6 +649,7 @@ def head_scales(name: str, scale: float | Tensor, heads: int, device: torch.devi
     check_type(name, scale, float | Tensor)
     if isinstance(scale, Tensor) and (scale.dtype == torch.bool or scale.is_complex()):
         raise ValueError(f"{name}: dtype {str(scale.dtype).removeprefix('torch.')}: must be floating-point or integer")
+    check_usable(name, scale)
     scales = torch.as_tensor(scale, dtype=torch.float32, device=None if isinstance(scale, Tensor) else device)
     if scales.dim() > 1 or scales.numel() not in (1, heads):
         raise ValueError(f"{name}: {tuple(scales.shape)}: must be one number, or {heads}, one for each KV head")
@@ -680,6 +682,7 @@ def _token_ids(tokens: Sequence[int] | Tensor) -> tuple[int, ...]:
         if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
             what = f"{str(tokens.dtype).removeprefix('torch.')} {tuple(tokens.shape)}"
             raise ValueError(f"tokens: {what}: must be whole numbers (tokens,)")
+        check_usable("tokens", tokens)
         return tuple(tokens.tolist())
     for i, token in enumerate(tokens):
         check_type(f"tokens[{i}]", token, int)

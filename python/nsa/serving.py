@@ -207,6 +207,7 @@ class Step:
                 raise ValueError(f"{name}: {what}: must be int32 {shape}")
             if tensor.device != seq_lens.device:
                 raise ValueError(f"{name}: on {tensor.device}: must be on {seq_lens.device} as seq_lens")
+            check_usable(name, tensor)
         check_type("slot_mapping", slot_mapping, Tensor | None)
         for name, values in (("seq_lens", seq_lens), ("slot_mapping", slot_mapping)):
             if values is not None and values.is_meta:
@@ -214,6 +215,7 @@ class Step:
         if slot_mapping is not None and (slot_mapping.dtype != torch.int64 or slot_mapping.shape != (starts[-1],)):
             what = f"{str(slot_mapping.dtype).removeprefix('torch.')} {tuple(slot_mapping.shape)}"
             raise ValueError(f"slot_mapping: {what}: must be int64 ({starts[-1]},)")
+        check_usable("slot_mapping", slot_mapping)
         # The caller may rewrite its tensors for the next step while layers run this one.
         seq_lens, block_table, block_table_c = (
             t.clone(memory_format=torch.contiguous_format) for t in (seq_lens, block_table, block_table_c)
@@ -558,6 +560,7 @@ def _integers(name: str, given: Sequence[int] | Tensor) -> list[int]:
             raise ValueError(
                 f"{name}: {given.dtype} {tuple(given.shape)} on {given.device}: must be integers on the cpu"
             )
+        check_usable(name, given)
         return given.tolist()
     for i, number in enumerate(given):
         check_type(f"{name}[{i}]", number, int)

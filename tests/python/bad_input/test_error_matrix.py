@@ -13,7 +13,7 @@ import nsa
 from adversarial_calls import cleaned, same, state
 from nsa import parallel, serving
 from problem import SMALL
-from valid_calls import S, calls, make_cache, tensors_of, with_another
+from valid_calls import HKV, S, calls, make_cache, tensors_of, used_cache, with_another
 
 
 def shrunk(t):
@@ -110,6 +110,22 @@ def test_a_wrong_tensor(name, argument, change):
     sets_what_others_must_have = change == "a size more" or argument.endswith(".k_slc")
     allowed = roots | {"Sq", "cache"} if sets_what_others_must_have else {own}
     assert re.search(rf"(?<![a-zA-Z])({'|'.join(allowed)})", message), message
+
+
+def test_numbers_are_read_within_their_storage():
+    """Sequences of numbers that may be tensors, and what is copied before an operator sees it."""
+    step = calls()["serving.Step"][1]
+    numbers, table = torch.arange(2, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    for name, call in {
+        "rows": lambda bad: used_cache().select(bad(numbers)),
+        "tokens": lambda bad: used_cache().keep_prefix(0, bad(numbers)),
+        "k_scale": lambda bad: make_cache(dtype=torch.float8_e4m3fn, k_scale=bad(torch.ones(HKV))),
+        "slots": lambda bad: serving.Step(**step | {"slots": bad(numbers)}),
+        "seq_lens": lambda bad: serving.Step(**step | {"seq_lens": bad(numbers)}),
+        "block_table_c": lambda bad: serving.Step(**step | {"block_table_c": bad(table)}),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{name}: .* needs \d+ bytes of its storage's"):
+            call(shrunk)
 
 
 OFFSETS = {
