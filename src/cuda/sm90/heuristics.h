@@ -23,8 +23,8 @@ namespace nsa::cuda::sm90 {
 /// Null: there is none.
 struct Kernels {
   cudaError_t (*range_forward)(const RangeArgs&, cudaStream_t) = nullptr;
-  /// Query by query, over unions of neighbouring queries' blocks, and block by block. Of the last two there is one at
-  /// most. Where it stands beside the first, both are launched, and the indices decide which of them does the work
+  /// Query by query, over unions of neighbouring queries' blocks, and block by block. At most one of the
+  /// last two is set. If the first is set, too, both are launched, and the indices decide which does the work
   /// (loop_order.h).
   cudaError_t (*selected_query_major)(const SelectedArgs&, const LoopOrder&, cudaStream_t) = nullptr;
   cudaError_t (*selected_union)(const SelectedArgs&, const LoopOrder&, cudaStream_t) = nullptr;

@@ -13,8 +13,8 @@
 namespace nsa::cuda::sm90::selected_attention {
 namespace {
 
-constexpr int kGroups = 3;  // computing warpgroups
-constexpr int kKeys = 64;   // of a tile
+constexpr int kGroups = kUnionGroups;
+constexpr int kKeys = 64;  // of a tile
 
 struct QueryBarriers {
   std::uint64_t full[kGroups], empty[kGroups], unused[2];

@@ -12,6 +12,7 @@
 namespace nsa::cuda::sm90::selected_attention {
 
 inline constexpr int kBuilders = 96, kProducers = 128;  // threads
+inline constexpr int kUnionGroups = 3;                  // computing warpgroups of selected_union
 inline constexpr int kFullBarriers = 512, kMaxSlots = 32;
 inline constexpr int kSharedBytes = 16 << 20;  // keys and values of all heads that may be in use at once
 inline constexpr int kMaxEntries = 1024;       // of the lists of a tile, unless sixteen rows are one query

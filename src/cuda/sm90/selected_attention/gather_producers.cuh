@@ -35,7 +35,7 @@ __device__ inline int slot_of(SelectedControl& c, const GatherPlan& p, unsigned 
 /// their users in `table`.
 template <class Shape>
 __device__ inline void pair_blocks(SelectedControl& c, const GatherPlan& p, int buffer) {
-  static_assert(Shape::kReaders == 3);
+  static_assert(Shape::kReaders == kUnionGroups);
   const int lane = threadIdx.x % 32, size = c.size[buffer];
   const unsigned below = (1u << lane) - 1;
   const auto put = [&](int to, int from) {
