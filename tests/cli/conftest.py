@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(os.environ.get("NSA_PROGRAM", ROOT / "build" / "bin" / "nsa"))
@@ -58,6 +59,19 @@ def open_checkpoint(path):
         return {name: file.get_tensor(name) for name in file.keys()}, {
             key: value for key, value in file.metadata().items() if key != "nsa-checksum"
         }
+
+
+def same_weights(run, expected):
+    """Weights and optimizer of two runs have the same bits; else what differs, by how much and since which step."""
+    (optimizer,) = (path.name for path in expected.glob("optimizer-*.safetensors"))
+    for name in ("model.safetensors", optimizer):
+        found, wanted = load_file(run / name), load_file(expected / name)
+        assert found.keys() == wanted.keys()
+        differ = [key for key in wanted if found[key].tobytes() != wanted[key].tobytes()]
+        by = {key: float(abs(found[key].astype("f8") - wanted[key].astype("f8")).max()) for key in differ}
+        losses = zip(metrics(run, "train"), metrics(expected, "train"), strict=False)
+        steps = [a["step"] for a, b in losses if a["loss"] != b["loss"]]
+        assert not differ, f"{name}: {len(differ)} of {len(wanted)} tensors differ, losses at steps {steps[:3]}: {by}"
 
 
 def metrics(run, kind):

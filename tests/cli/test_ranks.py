@@ -10,9 +10,8 @@ import sys
 import time
 
 import pytest
-from safetensors.numpy import load_file
 
-from conftest import PROGRAM, TINY, TINY_NSA, TINY_RUN, metrics, nsa, refused
+from conftest import PROGRAM, TINY, TINY_NSA, TINY_RUN, metrics, nsa, refused, same_weights
 
 RUN = [*TINY, "--layers", "2", "--threads", "1", "--selector-loss", "0.1"]
 WAIT = 300  # s, for what takes a few where no other work runs
@@ -61,14 +60,6 @@ def end(started, code=0, timeout=WAIT):
     return printed
 
 
-def same_bits(run, expected):
-    (optimizer,) = (path.name for path in expected.glob("optimizer-*.safetensors"))
-    for name in ("model.safetensors", optimizer):
-        found, wanted = load_file(run / name), load_file(expected / name)
-        assert list(found) == list(wanted)
-        assert all(found[key].tobytes() == wanted[key].tobytes() for key in wanted), name
-
-
 @pytest.fixture(scope="module")
 def alone(corpus, tmp_path_factory):
     """Runs of one process with that many batches to a step."""
@@ -85,7 +76,7 @@ def test_a_batch_for_each_rank(number, option, corpus, alone, tmp_path):
     """The sums are those of one process in their order, too."""
     printed = end(ranks(number, "--out", tmp_path / "run", "--data", corpus, "--steps", 24, *RUN, *option))
     assert f"and {number} ranks" in printed[0] and "done: 24 steps" in printed[0] and not any(printed[1:])
-    same_bits(tmp_path / "run", alone / str(number))
+    same_weights(tmp_path / "run", alone / str(number))
     for kind in ("train", "eval"):
         found, expected = metrics(tmp_path / "run", kind), metrics(alone / str(number), kind)
         assert [line["tokens"] for line in found] == [line["tokens"] for line in expected]
@@ -101,7 +92,7 @@ def test_a_batch_for_each_gpu(option, corpus, tmp_path):
     out, expected = tmp_path / "run", tmp_path / "one"
     nsa("train", "--out", expected, *given, device="cuda")
     end(ranks(2, "--out", out, *given, *option, NSA_DEVICE="cuda"), timeout=4 * WAIT)
-    same_bits(out, expected)
+    same_weights(out, expected)
     assert [line["loss"] for line in metrics(out, "train")] == [line["loss"] for line in metrics(expected, "train")]
 
 
@@ -149,7 +140,7 @@ def test_from_a_folder_of_transformers(kind, corpus, tmp_path):
     given += ["--context", 128, "--batch-size", 1, "--held-out-percent", 20, "--log-every", 4, "--eval-every", 0]
     nsa("train", "--out", expected, *given)
     end(ranks(2, "--out", run, *given))
-    same_bits(run, expected)
+    same_weights(run, expected)
     assert [line["loss"] for line in metrics(run, "train")] == [line["loss"] for line in metrics(expected, "train")]
 
 
@@ -185,9 +176,9 @@ def test_stopped_and_resumed(long, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
     end(ranks(2, "--out", out, "--resume", "--shard-optimizer"))
-    same_bits(out, expected)
+    same_weights(out, expected)
     nsa("train", "--out", copy, "--resume")
-    same_bits(copy, expected)
+    same_weights(copy, expected)
 
 
 @pytest.mark.slow
@@ -206,7 +197,7 @@ def test_killed(victim, long, tmp_path):
     assert f"nsa: rank {1 - victim}: step " in told and "another rank is gone" in told, told
     assert f"is in {out}; resume with --resume" in told, told
     end(ranks(2, "--out", out, "--resume"))
-    same_bits(out, expected)
+    same_weights(out, expected)
 
 
 def test_torchrun(corpus, tmp_path):

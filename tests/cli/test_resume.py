@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from conftest import PROGRAM, TINY, metrics, nsa, refused
+from conftest import PROGRAM, TINY, metrics, nsa, refused, same_weights
 
 # Noise, accumulation and several epochs: everything that could depend on how far the run was. --steps is long enough
 # that a kill at a random moment falls into the training.
@@ -30,11 +30,7 @@ def uninterrupted(tmp_path_factory, corpus):
 
 
 def same_bits(a, b):
-    for name in ("model.safetensors", next(a.glob("optimizer-*")).name):
-        left, right = load_file(a / name), load_file(b / name)
-        assert left.keys() == right.keys()
-        for key in left:
-            assert np.array_equal(left[key].view(np.int32), right[key].view(np.int32)), key
+    same_weights(b, a)
     timing = {"seconds", "tokens_per_second", "model_tflops"}
     for kind in ("train", "eval"):
         lines = [[{k: v for k, v in line.items() if k not in timing} for line in metrics(run, kind)] for run in (a, b)]
