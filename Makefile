@@ -76,9 +76,11 @@ build/build.ninja: $(READY) $(CUDA_READY) $(CUDA_CHOICE)
 	cmake -S . -B build -G Ninja -DNSA_PYTHON=$(BIN)/python -DNSA_BUILD_CUDA=$(NSA_CUDA)
 	@touch $@
 
+# In place of the package's command, which would run a program that is built into the package.
+LINK = ln -sf $(abspath build/bin/nsa) $(BIN)/nsa
 program: build/build.ninja
 	@ninja -C build -j $(JOBS)
-	@ln -sf $(abspath build/bin/nsa) $(BIN)/nsa
+	@$(LINK)
 
 # The package is installed as a user would install it. Its own copy of libnsa comes out of ccache.
 PACKAGE_SOURCES := pyproject.toml CMakeLists.txt src/CMakeLists.txt $(shell find cmake include src/core src/reference src/cpu src/cuda python -type f -not -name '*.pyc')
@@ -86,6 +88,7 @@ package: build/package.installed
 build/package.installed: $(READY) $(CUDA_READY) $(CUDA_CHOICE) $(PACKAGE_SOURCES) | program
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-index --no-build-isolation .
+	@$(LINK)
 	@cd build && $(BIN)/python -c 'import nsa'
 	@touch $@
 

@@ -1,7 +1,7 @@
 """`torchrun … -m nsa.train ARGUMENTS`: the program's `nsa train ARGUMENTS` on several ranks, data parallel.
 
 A rank for each GPU over NCCL, or processes of a CPU over gloo. The training is the program's, which is found as
-NSA_PROGRAM, on PATH, or where the repository builds it.
+NSA_PROGRAM, in the package, on PATH, or where the repository builds it.
 """
 
 import ctypes
@@ -23,15 +23,24 @@ def stop(message: str) -> NoReturn:
     sys.exit(f"nsa.train: {message}")
 
 
-def load_program() -> ctypes.CDLL:
-    """Loads libnsa_program from the program's lib folder."""
-    built = Path(__file__).resolve().parents[2] / "build" / "bin" / "nsa"
+def find_library() -> Path:
+    """The program's library, which is in the folder lib next to the program's bin."""
+    package = Path(__file__).resolve().parent
     # An empty or relative folder in PATH would name a library of the working directory.
     folders = [folder for folder in os.environ.get("PATH", "").split(os.pathsep) if os.path.isabs(folder)]
-    program = os.environ.get("NSA_PROGRAM") or shutil.which("nsa", path=os.pathsep.join(folders)) or built
-    path = Path(program).resolve().parent.parent / "lib" / "libnsa_program.so"
-    if not path.is_file():
-        stop(f"no {path}; build the program, or name it in NSA_PROGRAM")
+    on_path = shutil.which("nsa", path=os.pathsep.join(folders))  # the program, or the package's command
+    named = os.environ.get("NSA_PROGRAM")
+    programs = [named] if named else [package / "bin" / "nsa", on_path, package.parents[1] / "build" / "bin" / "nsa"]
+    libraries = [Path(p).resolve().parent.parent / "lib" / "libnsa_program.so" for p in programs if p]
+    for library in libraries:
+        if library.is_file():
+            return library
+    stop(f"no {libraries[-1]}; build the program, or name it in NSA_PROGRAM")
+
+
+def load_program() -> ctypes.CDLL:
+    """Loads the program's library."""
+    path = find_library()
     library = ctypes.CDLL(str(path))
     library.nsa_program_versions.restype = ctypes.c_char_p
     found = library.nsa_program_versions().decode()

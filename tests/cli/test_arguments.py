@@ -6,16 +6,29 @@ import re
 import signal
 import stat
 import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
 
-from conftest import PROGRAM, nsa, refused
+from conftest import PROGRAM, ROOT, nsa, refused
 
 
 def subcommands():
     text = nsa("--help").stdout.decode().split("Subcommands:")[1]
     return re.findall(r"^  (\w+)", text, re.MULTILINE)
+
+
+def test_the_command_of_the_package_runs_a_program_or_says_how_to_get_one(tmp_path):
+    def command(program):
+        given = [sys.executable, ROOT / "python" / "launcher.py", "--version"]
+        environment = {**os.environ, "NSA_PROGRAM": str(program)}
+        return subprocess.run(given, env=environment, cwd=tmp_path, capture_output=True, text=True)
+
+    assert command(PROGRAM).stdout == nsa("--version").stdout.decode()
+    for done in (command(tmp_path / "none"), command("")):  # make installs the package without the program
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith("nsa: /") and "NSA_LM=1 pip install" in done.stderr
 
 
 def test_train_and_generate_exist():

@@ -41,8 +41,8 @@ def test_what_the_sdist_has():
     with tarfile.open(SDIST) as archive:
         files = {member.name.partition("/")[2] for member in archive if member.isfile()}
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    parts = ("cmake/", "include/", "python/", "src/core/", "src/cpu/", "src/cuda/", "src/reference/", "tests/python/")
-    others = {"CHANGELOG.md", "CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml", "src/CMakeLists.txt"}
+    parts = ("cmake/", "include/", "python/", "src/", "tests/python/")
+    others = {"CHANGELOG.md", "CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml"}
     assert files - {"PKG-INFO"} == {name for name in tracked.split("\0") if name.startswith(parts) or name in others}
     assert SDIST.stat().st_size < 2 * MB
 
@@ -60,6 +60,19 @@ def test_the_sdist_configures_without_git_and_network(tmp_path):
     command = [*alone, "cmake", "-S", source, "-B", tmp_path / "build", "-G", "Ninja", *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("ccache"), reason="compiles the program, for half an hour without ccache")
+def test_the_program_in_the_package(tmp_path):
+    pip = [sys.executable, *"-m pip install -q --no-deps --no-index --no-build-isolation --target".split()]
+    environment = {**os.environ, "NSA_LM": "1", "CCACHE_BASEDIR": str(ROOT)}
+    subprocess.run([*pip, tmp_path, ROOT], env=environment, check=True)
+    alone = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([tmp_path / "bin" / "nsa", "--version"], env=alone, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("nsa "), done.stderr
+    find = "import nsa.train; print(nsa.train.find_library())"
+    done = subprocess.run([sys.executable, "-c", find], env=alone, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{tmp_path}/nsa/lib/libnsa_program.so\n", done.stderr
 
 
 def test_what_the_release_workflow_builds():
