@@ -1,6 +1,6 @@
 """python -m nsa.convert SRC OUT: makes a folder that from_pretrained of nsa.hf loads.
 
-SRC is a folder of a dense LlamaForCausalLM or Qwen3ForCausalLM, which becomes sparse, or a run of the program `nsa`,
+SRC is a folder of a dense model that `nsa.hf.convert` takes, which becomes sparse, or a run of the program `nsa`,
 whose model is renamed. SRC is only read; OUT is written atomically. Exit codes are those of the program: 2 when
 options or SRC are at fault, 1 when something else fails.
 """
@@ -30,13 +30,13 @@ from .hf import NsaLlamaConfig, NsaQwen3Config  # first: it says what to install
 from .hf.conversion import (
     ARCHITECTURES,
     PRESETS,
-    SPARSE_MODELS,
     added_tensors,
     compare_logits,
     preset_options,
     sparse_config,
     targets,
 )
+from .hf.models import CAUSAL_MODELS
 
 # isort: split
 from huggingface_hub.errors import StrictDataclassError
@@ -53,6 +53,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
@@ -224,10 +225,11 @@ def make_sparse(
     with _understanding(src / CONFIG), torch.device("meta"):
         dense = kind.from_dict(folder.config)
         _check_layers(folder, "num_hidden_layers", dense.num_hidden_layers)
-        expected = AutoModelForCausalLM.from_config(dense).state_dict()
+        made_dense = AutoModelForCausalLM.from_config(dense)
+        expected = revert_weight_conversion(made_dense, made_dense.state_dict())  # files name each expert
         options = {**nsa, "share_kv": not separate_kv}
         config = sparse_config(dense, architecture, options, dense_layers)
-        model = SPARSE_MODELS[type(config)](config)
+        model = CAUSAL_MODELS[type(config)](config)
     folder.check(expected, {"lm_head.weight"} if dense.tie_word_embeddings else set())
     config.architectures = [type(model).__name__]
     config.dtype = dense.dtype
@@ -288,7 +290,7 @@ def rename_run(folder: Folder, out: Path) -> None:
             config = (NsaQwen3Config if qk_norm else NsaLlamaConfig)(
                 **fields, nsa=options, dense_layers=given.get("dense_layers", [])
             )
-            kind = SPARSE_MODELS[type(config)]
+            kind = CAUSAL_MODELS[type(config)]
         elif given["attention"] == "window" and not qk_norm:
             kind, config = MistralForCausalLM, MistralConfig(**fields, sliding_window=given["window_size"])
         elif given["attention"] == "full":

@@ -14,8 +14,12 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
@@ -51,15 +55,34 @@ MINIMAX = {
 }
 
 
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
+
+
 def dense(name: str, **changes: object) -> PreTrainedModel:
     """An eager model in evaluation mode."""
     kind, config, more = {
         "llama": (LlamaForCausalLM, LlamaConfig, {}),
+        "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
         "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+        "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, MOE),
         "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 16}),
         "minimax": (MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig, MINIMAX),
     }[name]
-    return kind(config(**{**SIZES, **more, **changes}, attn_implementation="eager")).eval()
+    model = kind(config(**{**SIZES, **more, **changes}, attn_implementation="eager")).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # biases and norms, which start as zeros and ones
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+DECODERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Names of the dense models that convert() takes."""
+
+
+def convertible(name: str, **changes: object) -> PreTrainedModel:
+    """A dense model for convert(), with another head_dim than hidden_size / num_attention_heads."""
+    return dense(name, **({"sliding_window": None} if name == "mistral" else {}), **changes)
 
 
 SMALL = {"kernel_size": 8, "kernel_stride": 4, "block_size": 16, "topk": 4, "window_size": 20}

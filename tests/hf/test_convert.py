@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from models import SMALL, dense, error, name_tied_head, sparse, tokens
+from models import DECODERS, SMALL, convertible, dense, error, name_tied_head, padded, sparse, tokens
 from nsa.convert import main
 from nsa.hf import convert
 from nsa.hf.conversion import compare_logits
@@ -30,14 +30,37 @@ def only_selection(model):
     return model
 
 
-@BOTH
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("separate_kv", [False, True])
-def test_with_the_selection_alone_a_short_text_gets_the_dense_logits(name, separate_kv):
-    model = dense(name)
-    ids = tokens(2, 64)  # n * l'
+def test_with_the_selection_alone_a_short_text_gets_the_dense_logits(name, separate_kv, tmp_path):
+    model = convertible(name, tie_word_embeddings=separate_kv, rope_parameters=YARN if separate_kv else LLAMA3)
+    ids, mask = padded([tokens(64), tokens(50)], "left")  # n * l'
+    labels = ids.masked_fill(mask.cumsum(1) <= 1, -100)
+    more = {"output_router_logits": True, "labels": labels} if name == "qwen3_moe" else {}
     with torch.no_grad():
-        converted = only_selection(convert(model, nsa=SMALL, separate_kv=separate_kv))
-        assert error(converted(ids).logits, model(ids).logits) < 1e-5
+        converted = only_selection(convert(model, nsa=SMALL, separate_kv=separate_kv, dense_layers=[1]))
+        converted.save_pretrained(tmp_path)
+        converted = AutoModelForCausalLM.from_pretrained(tmp_path)
+        given, expected = (one(ids, attention_mask=mask, **more) for one in (converted, model))
+        assert error(given.logits[mask.bool()], expected.logits[mask.bool()]) < 1e-5
+        if more:
+            assert len(given.router_logits) == 1 and error(given.aux_loss, expected.aux_loss) < 1e-5
+            assert error(given.loss, expected.loss) < 1e-5
+        generated = [one.generate(ids[:1, :40], max_new_tokens=16, do_sample=False) for one in (converted, model)]
+    assert torch.equal(*generated)
+    assert type(model).__name__ == type(converted).__name__.removeprefix("Nsa")
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if name != "llama"])
+def test_a_sliding_window_is_refused(name):
+    message = r"^sliding_window = 16: must be None"
+    switch = "" if name == "mistral" else r" \(use_sliding_window = False\)"
+    with pytest.raises(ValueError, match=f"{message}{switch}$"):
+        convert(dense(name, sliding_window=16, **({"use_sliding_window": True} if switch else {})))
 
 
 @BOTH
@@ -99,12 +122,11 @@ def test_training_a_converted_model_lowers_the_loss(name):
 
 
 @pytest.mark.bits
-@BOTH
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_folder_becomes_what_convert_makes(name, tied, dtype, tmp_path, capsys):
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_folder_becomes_what_convert_makes(name, tmp_path, capsys):
     src, out = tmp_path / "src", tmp_path / "out"
-    model = dense(name, tie_word_embeddings=tied).to(dtype)
+    tied, dtype = name in ("mistral", "qwen3"), torch.bfloat16 if name in ("qwen2", "qwen3") else torch.float32
+    model = convertible(name, tie_word_embeddings=tied).to(dtype)
     model.save_pretrained(src, max_shard_size="60kB")
     model = AutoModelForCausalLM.from_pretrained(src)  # with the rotation as it is loaded
     (src / "tokenizer.json").write_text("{}")
@@ -157,9 +179,7 @@ def test_what_cannot_be_converted_is_named_in_one_line(tmp_path, capsys):
         return text
 
     key = "model.layers.1.mlp.up_proj.weight"
-    assert message(architectures=["BertModel"]) == (
-        f"{src}: architecture = BertModel: must be LlamaForCausalLM or Qwen3ForCausalLM"
-    )
+    assert message(architectures=["BertModel"]).startswith(f"{src}: architecture = BertModel: must be LlamaFor")
     assert "head_dim = 12: must be a multiple of 8" in message(head_dim=12)
     assert message(attention_dropout=0.1) == "attention_dropout = 0.1: must be 0"
     assert message(quantization_config={"quant_method": "fp8"}) == f"{src}: quantization_config: must be absent"
@@ -198,12 +218,10 @@ def test_a_folder_that_fails_halfway_does_not_appear(tmp_path, monkeypatch):
 
 
 def test_models_that_cannot_be_converted_in_memory():
-    with pytest.raises(ValueError, match=r"^architecture = MistralForCausalLM: must be LlamaForCausalLM or "):
-        convert(dense("mistral"))
+    with pytest.raises(ValueError, match=r"^architecture = MiniMaxM3VLForCausalLM: must be LlamaForCausalLM or "):
+        convert(dense("minimax"))
     with pytest.raises(ValueError, match=r"^architecture = NsaLlamaForCausalLM: must be"):
         convert(sparse("llama"))
-    with pytest.raises(ValueError, match=r"^sliding_window = 16: must be None"):
-        convert(dense("qwen3", use_sliding_window=True, sliding_window=16))
     model = dense("llama")
     model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(ValueError, match=r"^quantization_config: must be absent"):

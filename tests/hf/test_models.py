@@ -1,4 +1,4 @@
-"""NsaLlamaForCausalLM and NsaQwen3ForCausalLM: saving, generation, caches, training modes."""
+"""Sparse decoders: saving, generation, caches, training modes."""
 
 from __future__ import annotations
 

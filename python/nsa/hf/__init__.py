@@ -13,17 +13,35 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 24
 
 from .attention import nsa_attention_forward, nsa_attention_mask
 from .cache import NsaDynamicLayer, NsaStaticLayer
-from .configuration import NsaLlamaConfig, NsaQwen3Config
+from .configuration import (
+    NsaLlamaConfig,
+    NsaMistralConfig,
+    NsaQwen2Config,
+    NsaQwen3Config,
+    NsaQwen3MoeConfig,
+)
 from .conversion import convert
 from .models import (
     NsaLlamaForCausalLM,
     NsaLlamaForSequenceClassification,
     NsaLlamaForTokenClassification,
     NsaLlamaModel,
+    NsaMistralForCausalLM,
+    NsaMistralForSequenceClassification,
+    NsaMistralForTokenClassification,
+    NsaMistralModel,
+    NsaQwen2ForCausalLM,
+    NsaQwen2ForSequenceClassification,
+    NsaQwen2ForTokenClassification,
+    NsaQwen2Model,
     NsaQwen3ForCausalLM,
     NsaQwen3ForSequenceClassification,
     NsaQwen3ForTokenClassification,
     NsaQwen3Model,
+    NsaQwen3MoeForCausalLM,
+    NsaQwen3MoeForSequenceClassification,
+    NsaQwen3MoeForTokenClassification,
+    NsaQwen3MoeModel,
 )
 from .training import NsaTrainerMixin, lora_fields
 
@@ -34,11 +52,26 @@ __all__ = [
     "NsaLlamaForSequenceClassification",
     "NsaLlamaForTokenClassification",
     "NsaLlamaModel",
+    "NsaMistralConfig",
+    "NsaMistralForCausalLM",
+    "NsaMistralForSequenceClassification",
+    "NsaMistralForTokenClassification",
+    "NsaMistralModel",
+    "NsaQwen2Config",
+    "NsaQwen2ForCausalLM",
+    "NsaQwen2ForSequenceClassification",
+    "NsaQwen2ForTokenClassification",
+    "NsaQwen2Model",
     "NsaQwen3Config",
     "NsaQwen3ForCausalLM",
     "NsaQwen3ForSequenceClassification",
     "NsaQwen3ForTokenClassification",
     "NsaQwen3Model",
+    "NsaQwen3MoeConfig",
+    "NsaQwen3MoeForCausalLM",
+    "NsaQwen3MoeForSequenceClassification",
+    "NsaQwen3MoeForTokenClassification",
+    "NsaQwen3MoeModel",
     "NsaStaticLayer",
     "NsaTrainerMixin",
     "convert",

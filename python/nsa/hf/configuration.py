@@ -1,15 +1,16 @@
-"""Configurations of Llama and Qwen3 with Native Sparse Attention: the dense fields, `nsa` and `dense_layers`."""
+"""Configurations of transformers' decoders with Native Sparse Attention: dense fields, `nsa`, `dense_layers`."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import LlamaConfig, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from ..config import NSAConfig
 from ..layer import BRANCHES
@@ -25,6 +26,9 @@ OPTIONS = {**NSAConfig().__dict__, "share_kv": False, "phi": "mlp", "phi_hidden"
 
 RECIPE = {**NSAConfig.recipe().__dict__, "share_kv": True, "phi": "mlp"}
 """Fields of `nsa` in the recipe."""
+
+HEADS = ("CausalLM", "SequenceClassification", "TokenClassification")
+"""Heads of a sparse decoder, as in the names of its classes and of the Auto classes."""
 
 LOADER = "import_nsa_hf"
 """Name of the module in a saved folder whose import registers the sparse classes."""
@@ -43,6 +47,7 @@ except ImportError as error:
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+    *("num_experts", "moe_intermediate_size", "num_experts_per_tok", "decoder_sparse_step"),
 )
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 """Those whose angles do not depend on a text's length: keys of a cache and other rows of a batch stay as they are."""
@@ -55,8 +60,9 @@ else:
     Mixin = object
 
 
-class _Sparse(Mixin):
-    """Fields that both configurations add.
+@dataclass(kw_only=True)
+class Sparse(Mixin):
+    """Fields that the sparse configurations add.
 
     Fields:
         nsa: hyperparameters of NSAConfig; `share_kv`, one key and one value projection for the three branches; `phi`,
@@ -68,8 +74,30 @@ class _Sparse(Mixin):
     if TYPE_CHECKING:  # settled by _complete()
         nsa: Any
         dense_layers: Any
+        head_dim: Any
         base_model_tp_plan: Any
         layer_types: Any
+    else:
+        nsa: dict[str, Any] | None = None
+        dense_layers: list[int] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        cls.__doc__ = cls.__doc__ or Sparse.__doc__  # else a dataclass gets its signature
+        super().__init_subclass__(**options)
+        if cls.__module__ == __name__:
+            AutoConfig.register(cls.model_type, cls)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._check_fields(kwargs)
+        if hasattr(self, "layer_types"):
+            self.layer_types = None
+        super().__post_init__(**kwargs)
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if (window := getattr(self, "sliding_window", None)) is not None:
+            switch = "" if not hasattr(self, "use_sliding_window") else " (use_sliding_window = False)"
+            raise ValueError(f"sliding_window = {window}: must be None{switch}")
+        self._complete()
 
     @classmethod
     def recipe(cls, *, nsa: dict[str, Any] | None = None, **fields: Any) -> Any:
@@ -89,7 +117,7 @@ class _Sparse(Mixin):
             if name in more:
                 raise ValueError(f"{name} = {more[name]!r}: must be given in nsa")
         for name in SIZES:
-            if (value := getattr(self, name)) is not None and value < 1:
+            if (value := getattr(self, name, None)) is not None and value < 1:
                 raise ValueError(f"{name} = {value}: must be >= 1")
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             what = f"num_key_value_heads = {self.num_key_value_heads}"
@@ -127,7 +155,7 @@ class _Sparse(Mixin):
             if type(layer) is not int or not 0 <= layer < self.num_hidden_layers:
                 raise ValueError(f"dense_layers: {layer!r}: must be 0 ... {self.num_hidden_layers - 1}")
         self.dense_layers = sorted(set(dense))
-        self.base_model_tp_plan = {f"layers.*.{part}": style for part, style in self._tensor_parallel()}
+        self.base_model_tp_plan = dict(self._tensor_parallel())
         self.layer_types = ["full_attention" if i in dense else LAYER_TYPE for i in range(self.num_hidden_layers)]
 
     def _check_rope(self) -> None:
@@ -152,30 +180,29 @@ class _Sparse(Mixin):
             raise ValueError(f"rope_parameters: {what}: must be 1 with rope_type = {kind!r}; goes with 'proportional'")
 
     def nsa_config(self) -> NSAConfig:
+        """Hyperparameters of `nsa` as the operators take them."""
         return NSAConfig(**{name: self.nsa[name] for name in NSAConfig.__dataclass_fields__})
 
     def _tensor_parallel(self) -> Iterator[tuple[str, str]]:
         """Styles of transformers for the parts of a layer: heads are split, the gradients of what they share summed."""
-        branches = [""] if self.nsa["share_kv"] else [f".{branch}" for branch in BRANCHES]
-        yield "self_attn.q_proj", "colwise"
-        for branch in branches:
-            yield f"self_attn.k_proj{branch}", "colwise"
-            yield f"self_attn.v_proj{branch}", "colwise"
-        if self.dense_layers and not self.nsa["share_kv"]:
-            yield "self_attn.k_proj", COLWISE
-            yield "self_attn.v_proj", COLWISE
-            branches.append("")
-        yield "self_attn.gate.*", COLWISE
-        yield "self_attn.o_proj", "rowwise"
+        attention = "layers.*.self_attn."
+        dense: dict[str, str] = getattr(type(self), "base_model_tp_plan", None) or {}
+        if f"{attention}q_proj" not in dense:
+            yield from dense.items()
+            return
+        branches = [] if self.nsa["share_kv"] else [f".{branch}" for branch in BRANCHES]
+        for part, style in dense.items():
+            name = part.removeprefix(attention)
+            if not branches or name not in ("k_proj", "v_proj", "k_norm"):
+                yield part, style
+                continue
+            yield from ((part + branch, style) for branch in branches)
+            if self.dense_layers:
+                yield part, style if name == "k_norm" else COLWISE
+        yield f"{attention}gate.*", COLWISE
         if self.nsa["phi"] != "mean":
-            yield "self_attn.phi_k", PHI
-            yield "self_attn.phi_v", PHI
-        if isinstance(self, Qwen3Config):
-            for norm in ("q_norm", *(f"k_norm{branch}" for branch in branches)):
-                yield f"self_attn.{norm}", "replicated_with_grad_allreduce"
-        yield "mlp.gate_proj", "colwise"
-        yield "mlp.up_proj", "colwise"
-        yield "mlp.down_proj", "rowwise"
+            yield f"{attention}phi_k", PHI
+            yield f"{attention}phi_v", PHI
 
     def to_dict(self) -> dict[str, Any]:
         """Omits layer_types, because Trainer reads config.json without a model and would refuse the names."""
@@ -183,9 +210,8 @@ class _Sparse(Mixin):
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
         """Also writes the module that `auto_map` names, so that the folder loads where nsa.hf is not imported."""
-        heads = ("CausalLM", "SequenceClassification", "TokenClassification")
-        classes = {"AutoConfig": "Config", "AutoModel": "Model"} | {f"AutoModelFor{h}": f"For{h}" for h in heads}
         family = type(self).__name__.removesuffix("Config")
+        classes = {"AutoConfig": "Config", "AutoModel": "Model"} | {f"AutoModelFor{h}": f"For{h}" for h in HEADS}
         self.auto_map = {auto: f"{LOADER}.{family}{name}" for auto, name in classes.items()}
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -201,31 +227,28 @@ class _Sparse(Mixin):
 
 
 @strict
-class NsaLlamaConfig(_Sparse, LlamaConfig):
-    __doc__ = _Sparse.__doc__
+class NsaLlamaConfig(Sparse, LlamaConfig):
     model_type = "nsa_llama"
-
-    nsa: dict[str, Any] | None = None
-    dense_layers: list[int] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        self._check_fields(kwargs)
-        super().__post_init__(**kwargs)
-        self._complete()
 
 
 @strict
-class NsaQwen3Config(_Sparse, Qwen3Config):
-    __doc__ = _Sparse.__doc__
+class NsaMistralConfig(Sparse, MistralConfig):
+    model_type = "nsa_mistral"
+    sliding_window: int | None = None
+
+
+@strict
+class NsaQwen2Config(Sparse, Qwen2Config):
+    model_type = "nsa_qwen2"
+    head_dim: int | None = None
+
+
+@strict
+class NsaQwen3Config(Sparse, Qwen3Config):
     model_type = "nsa_qwen3"
 
-    nsa: dict[str, Any] | None = None
-    dense_layers: list[int] | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        self._check_fields(kwargs)
-        self.layer_types = None
-        super().__post_init__(**kwargs)
-        if self.sliding_window is not None:
-            raise ValueError(f"sliding_window = {self.sliding_window}: must be None (use_sliding_window = False)")
-        self._complete()
+@strict
+class NsaQwen3MoeConfig(Sparse, Qwen3MoeConfig):
+    model_type = "nsa_qwen3_moe"
+    head_dim: int | None = None

@@ -1,4 +1,4 @@
-"""Dense Llama and Qwen3 made sparse: the weights stay, gates are added.
+"""Dense decoders made sparse: the weights stay, gates are added.
 
 phi is the mean, and all gates but that of the selected branch start almost closed. While the selected blocks and the
 window cover the text, the logits are almost those of the dense model.
@@ -12,24 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .._arguments import check_type
 from ..config import NSAConfig
 from ..layer import BRANCHES
-from .configuration import LAYER_TYPE, NsaLlamaConfig, NsaQwen3Config
-from .models import NsaLlamaForCausalLM, NsaQwen3ForCausalLM, initial_phi
+from .configuration import LAYER_TYPE, Sparse
+from .models import CAUSAL_MODELS, initial_phi
 
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {
-    "LlamaForCausalLM": (LlamaConfig, NsaLlamaConfig),
-    "Qwen3ForCausalLM": (Qwen3Config, NsaQwen3Config),
+    model.__name__.removeprefix("Nsa"): (config.__bases__[1], config) for config, model in CAUSAL_MODELS.items()
 }
+"""Dense and sparse configuration of each architecture that can be converted."""
+
 GATE_BIASES = {"cmp": -6.0, "slc": 4.0, "swa": -4.0}
 """Before the sigmoid. Those of selection and window add up to one, and over short texts both are dense attention."""
 
 PRESETS = {"recipe": (NSAConfig.recipe(), "mlp"), "paper": (NSAConfig(), "mean")}
-
-SPARSE_MODELS: dict[type, Any] = {NsaLlamaConfig: NsaLlamaForCausalLM, NsaQwen3Config: NsaQwen3ForCausalLM}
 
 
 def convert(
@@ -45,7 +44,7 @@ def convert(
     """A sparse model with the weights of a dense one, which stays as it is.
 
     Args:
-        model: a LlamaForCausalLM or a Qwen3ForCausalLM.
+        model: a LlamaForCausalLM, or that of Mistral, Qwen2 (and 2.5), Qwen3 or Qwen3Moe.
         nsa: hyperparameters that differ from the preset's, by the names of NSAConfig.
         separate_kv: each branch gets a copy of the key and value projections; else the branches share one.
         dense_layers: numbers of the layers that keep full attention.
@@ -81,7 +80,7 @@ def convert(
     if config.tie_word_embeddings and head.weight is not embedding.weight:  # the checkpoint had a head of its own
         config.tie_word_embeddings = False
     with torch.device(model.device):
-        result = SPARSE_MODELS[type(config)]._from_config(config, dtype=model.dtype)
+        result = CAUSAL_MODELS[type(config)]._from_config(config, dtype=model.dtype)
     parameters = dict(result.named_parameters(remove_duplicate=False))
     missing = set(parameters)
 
@@ -112,7 +111,7 @@ def preset_options(preset: str, nsa: dict[str, Any], phi: str | None) -> dict[st
 
 def sparse_config(
     config: PreTrainedConfig, architecture: str, nsa: dict[str, Any], dense_layers: Iterable[int]
-) -> NsaLlamaConfig | NsaQwen3Config:
+) -> Sparse:
     """The configuration of the converted model. Raises ValueError for what cannot be converted."""
     if architecture not in ARCHITECTURES or type(config) is not ARCHITECTURES[architecture][0]:
         raise ValueError(f"architecture = {architecture}: must be {' or '.join(ARCHITECTURES)}")
@@ -122,7 +121,7 @@ def sparse_config(
     return ARCHITECTURES[architecture][1](**kept, nsa=nsa, dense_layers=list(dense_layers))
 
 
-def targets(config: NsaLlamaConfig | NsaQwen3Config, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+def targets(config: Sparse, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     """Targets of a tensor of the dense model: itself, or a copy per branch."""
     parts = name.split(".")
     sparse = parts[:2] == ["model", "layers"] and config.layer_types[int(parts[2])] == LAYER_TYPE
@@ -133,7 +132,7 @@ def targets(config: NsaLlamaConfig | NsaQwen3Config, name: str, tensor: Tensor) 
 
 @torch.no_grad()
 def added_tensors(
-    config: NsaLlamaConfig | NsaQwen3Config, model: PreTrainedModel, seed: int, layers: Iterable[int] | None = None
+    config: Sparse, model: PreTrainedModel, seed: int, layers: Iterable[int] | None = None
 ) -> Iterable[tuple[str, Tensor]]:
     """Gates and phi of the sparse layers (default: all), float32; `model` may be on the meta device."""
     for i in range(config.num_hidden_layers) if layers is None else layers:

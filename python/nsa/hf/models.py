@@ -1,4 +1,4 @@
-"""Llama and Qwen3 with Native Sparse Attention: all but the attention is transformers' own."""
+"""Decoders of transformers with Native Sparse Attention: all but the attention is transformers' own."""
 
 from __future__ import annotations
 
@@ -9,31 +9,49 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    Qwen3MoeConfig,
     initialization,
 )
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import ColwiseParallel, ReplicatedWithGradAllReduce
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     LlamaModel,
-    LlamaPreTrainedModel,
+)
+from transformers.models.mistral.modeling_mistral import (
+    MistralForCausalLM,
+    MistralForSequenceClassification,
+    MistralForTokenClassification,
+    MistralModel,
+)
+from transformers.models.qwen2.modeling_qwen2 import (
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
+    Qwen2Model,
 )
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
     Qwen3ForTokenClassification,
     Qwen3Model,
-    Qwen3PreTrainedModel,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForSequenceClassification,
+    Qwen3MoeForTokenClassification,
+    Qwen3MoeModel,
 )
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
@@ -43,7 +61,18 @@ from ..compression import CompressionFunction, initial_compression_weights
 from ..config import CompressionWeights
 from ..functional import native_sparse_attention
 from ..layer import NativeSparseAttention
-from .configuration import COLWISE, LAYER_TYPE, PHI, Mixin, NsaLlamaConfig, NsaQwen3Config
+from .configuration import (
+    COLWISE,
+    LAYER_TYPE,
+    PHI,
+    Mixin,
+    NsaLlamaConfig,
+    NsaMistralConfig,
+    NsaQwen2Config,
+    NsaQwen3Config,
+    NsaQwen3MoeConfig,
+    Sparse,
+)
 from .packing import Rows, offsets_of_restarts
 
 
@@ -86,17 +115,15 @@ class Layout:
 class NsaAttention(NativeSparseAttention):
     """The layer `nsa.NativeSparseAttention` with transformers' rotation, padding and caches."""
 
-    def __init__(self, config: NsaLlamaConfig | NsaQwen3Config, layer_idx: int) -> None:
-        assert config.nsa is not None and config.num_key_value_heads is not None and config.head_dim is not None
-        options: dict[str, Any] = {
-            name: config.nsa[name] for name in ("share_kv", "phi", "phi_hidden", "phi_per_kv_head")
-        }
+    def __init__(self, config: Sparse, layer_idx: int, dense: Any) -> None:
+        """`dense`: the model's own attention, whose biases and norms the layer has."""
+        options = {name: config.nsa[name] for name in ("share_kv", "phi", "phi_hidden", "phi_per_kv_head")}
         super().__init__(
             *(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim),
             cfg=config.nsa_config(),
-            qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
-            qk_norm=isinstance(config, NsaQwen3Config),
+            qkv_bias=dense.q_proj.bias is not None,
+            out_bias=dense.o_proj.bias is not None,
+            qk_norm=hasattr(dense, "q_norm"),
             norm_eps=config.rms_norm_eps,
             rope_theta=None,
             **options,
@@ -200,10 +227,23 @@ _styles.register(PHI, PhiParallel())
 _styles.register(COLWISE, SomeColwise())
 
 
-class _Sparse(Mixin):
-    """Methods that the classes of both architectures share."""
+CAUSAL_MODELS: dict[type[Any], Any] = {}
+"""The language model of each sparse configuration."""
 
+
+class _Sparse(Mixin):
+    """Methods that the classes of all families share. A class with a configuration registers with its Auto class."""
+
+    _auto: Any = None
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.__module__ == __name__ and "config_class" in vars(cls):
+            cls.__doc__ = cls.__bases__[0].__doc__
+            cls._auto.register(cls.config_class, cls)
+            if cls._auto is AutoModelForCausalLM:
+                CAUSAL_MODELS[cls.config_class] = cls
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: object, **__: object) -> str:
         if attn_implementation not in (None, "nsa", "eager"):
@@ -229,14 +269,17 @@ class _Sparse(Mixin):
 
 
 class _SparseModel(_Sparse):
-    """The base model: the layers that are not dense get an NsaAttention."""
+    """The decoder without a head: the layers that are not dense get an NsaAttention."""
 
-    def __init__(self, config: NsaLlamaConfig | NsaQwen3Config) -> None:
+    _auto = AutoModel
+    _output: type[Any] = BaseModelOutputWithPast
+
+    def __init__(self, config: Sparse) -> None:
         config._complete()
         super().__init__(config)
         for i, layer in enumerate(self.layers):
             if i not in (config.dense_layers or ()):
-                layer.self_attn = NsaAttention(config, i)
+                layer.self_attn = NsaAttention(config, i, layer.self_attn)
         self._tables: tuple[Tensor, Tensor] | None = None
         self.post_init()
 
@@ -251,7 +294,7 @@ class _SparseModel(_Sparse):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: object,
-    ) -> BaseModelOutputWithPast:
+    ) -> Any:
         """Forward as in transformers, with these differences.
 
         Args:
@@ -294,7 +337,7 @@ class _SparseModel(_Sparse):
             dense["position_ids"] = position_ids
         for layer in self.layers:
             hidden_states = layer(hidden_states, cache=cache, layout=layout, use_cache=use_cache, **dense, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache if use_cache else None)
+        return self._output(last_hidden_state=self.norm(hidden_states), cache=cache if use_cache else None)
 
     def _layout(
         self,
@@ -351,68 +394,115 @@ class _SparseModel(_Sparse):
         return {**self.__dict__, "_tables": None}  # recomputed, so not pickled
 
 
-class NsaLlamaModel(_SparseModel, LlamaModel):
-    """The decoder without a head."""
-
-    config: NsaLlamaConfig
-    config_class = NsaLlamaConfig
-
-
-class NsaLlamaForCausalLM(_Sparse, LlamaForCausalLM):
+class _SparseForCausalLM(_Sparse):
     """Sparse model with a language modelling head."""
 
-    config: NsaLlamaConfig
-    config_class = NsaLlamaConfig
+    _auto = AutoModelForCausalLM
 
-    def __init__(self, config: NsaLlamaConfig) -> None:
-        LlamaPreTrainedModel.__init__(self, config)
-        _add_head(self, NsaLlamaModel(config))
+    def __init__(self, config: Sparse) -> None:
+        PreTrainedModel.__init__(self, config)  # the parent's would make a dense model
+        self.model = AutoModel.from_config(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
 
 
-class NsaLlamaForSequenceClassification(_Sparse, LlamaForSequenceClassification):
+class _SparseForSequenceClassification(_Sparse):
     """Sparse model with a head on the last token of each sequence: classes, or a reward (num_labels=1)."""
 
-    config: NsaLlamaConfig
-    config_class = NsaLlamaConfig
+    _auto = AutoModelForSequenceClassification
 
 
-class NsaLlamaForTokenClassification(_Sparse, LlamaForTokenClassification):
+class _SparseForTokenClassification(_Sparse):
     """Sparse model with a head on every token."""
 
-    config: NsaLlamaConfig
+    _auto = AutoModelForTokenClassification
+
+
+class NsaLlamaModel(_SparseModel, LlamaModel):
     config_class = NsaLlamaConfig
+
+
+class NsaLlamaForCausalLM(_SparseForCausalLM, LlamaForCausalLM):
+    config_class = NsaLlamaConfig
+
+
+class NsaLlamaForSequenceClassification(_SparseForSequenceClassification, LlamaForSequenceClassification):
+    config_class = NsaLlamaConfig
+
+
+class NsaLlamaForTokenClassification(_SparseForTokenClassification, LlamaForTokenClassification):
+    config_class = NsaLlamaConfig
+
+
+class NsaMistralModel(_SparseModel, MistralModel):
+    config_class = NsaMistralConfig
+
+
+class NsaMistralForCausalLM(_SparseForCausalLM, MistralForCausalLM):
+    config_class = NsaMistralConfig
+
+
+class NsaMistralForSequenceClassification(_SparseForSequenceClassification, MistralForSequenceClassification):
+    config_class = NsaMistralConfig
+
+
+class NsaMistralForTokenClassification(_SparseForTokenClassification, MistralForTokenClassification):
+    config_class = NsaMistralConfig
+
+
+class NsaQwen2Model(_SparseModel, Qwen2Model):
+    config_class = NsaQwen2Config
+
+
+class NsaQwen2ForCausalLM(_SparseForCausalLM, Qwen2ForCausalLM):
+    config_class = NsaQwen2Config
+
+
+class NsaQwen2ForSequenceClassification(_SparseForSequenceClassification, Qwen2ForSequenceClassification):
+    config_class = NsaQwen2Config
+
+
+class NsaQwen2ForTokenClassification(_SparseForTokenClassification, Qwen2ForTokenClassification):
+    config_class = NsaQwen2Config
 
 
 class NsaQwen3Model(_SparseModel, Qwen3Model):
-    """The decoder without a head."""
-
-    config: NsaQwen3Config
     config_class = NsaQwen3Config
 
 
-class NsaQwen3ForCausalLM(_Sparse, Qwen3ForCausalLM):
-    """Sparse model with a language modelling head."""
-
-    config: NsaQwen3Config
-    config_class = NsaQwen3Config
-
-    def __init__(self, config: NsaQwen3Config) -> None:
-        Qwen3PreTrainedModel.__init__(self, config)
-        _add_head(self, NsaQwen3Model(config))
-
-
-class NsaQwen3ForSequenceClassification(_Sparse, Qwen3ForSequenceClassification):
-    """Sparse model with a head on the last token of each sequence: classes, or a reward (num_labels=1)."""
-
-    config: NsaQwen3Config
+class NsaQwen3ForCausalLM(_SparseForCausalLM, Qwen3ForCausalLM):
     config_class = NsaQwen3Config
 
 
-class NsaQwen3ForTokenClassification(_Sparse, Qwen3ForTokenClassification):
-    """Sparse model with a head on every token."""
-
-    config: NsaQwen3Config
+class NsaQwen3ForSequenceClassification(_SparseForSequenceClassification, Qwen3ForSequenceClassification):
     config_class = NsaQwen3Config
+
+
+class NsaQwen3ForTokenClassification(_SparseForTokenClassification, Qwen3ForTokenClassification):
+    config_class = NsaQwen3Config
+
+
+class NsaQwen3MoeModel(_SparseModel, Qwen3MoeModel):
+    config_class = NsaQwen3MoeConfig
+    _output = MoeModelOutputWithPast
+
+
+class NsaQwen3MoeForCausalLM(_SparseForCausalLM, Qwen3MoeForCausalLM):
+    config_class = NsaQwen3MoeConfig
+
+    def __init__(self, config: NsaQwen3MoeConfig) -> None:
+        super().__init__(config)
+        self.router_aux_loss_coef = config.router_aux_loss_coef
+        self.num_experts, self.num_experts_per_tok = config.num_experts, config.num_experts_per_tok
+
+
+class NsaQwen3MoeForSequenceClassification(_SparseForSequenceClassification, Qwen3MoeForSequenceClassification):
+    config_class = NsaQwen3MoeConfig
+
+
+class NsaQwen3MoeForTokenClassification(_SparseForTokenClassification, Qwen3MoeForTokenClassification):
+    config_class = NsaQwen3MoeConfig
 
 
 def initial_phi(phi: CompressionFunction) -> Iterator[tuple[str, Tensor]]:
@@ -423,34 +513,6 @@ def initial_phi(phi: CompressionFunction) -> Iterator[tuple[str, Tensor]]:
             yield name, getattr(start, name)
 
 
-def _add_head(causal: Any, model: Any) -> None:
-    causal.model = model
-    causal.vocab_size = model.config.vocab_size
-    causal.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
-    causal.post_init()
-
-
-for _config, _model, *_with_head in (
-    (
-        NsaLlamaConfig,
-        NsaLlamaModel,
-        NsaLlamaForCausalLM,
-        NsaLlamaForSequenceClassification,
-        NsaLlamaForTokenClassification,
-    ),
-    (
-        NsaQwen3Config,
-        NsaQwen3Model,
-        NsaQwen3ForCausalLM,
-        NsaQwen3ForSequenceClassification,
-        NsaQwen3ForTokenClassification,
-    ),
-):
-    AutoConfig.register(_config.model_type, _config)
-    AutoModel.register(_config, _model)
-    for _auto, _class in zip(
-        (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification),
-        _with_head,
-        strict=True,
-    ):
-        _auto.register(_config, _class)
+register_checkpoint_conversion_mapping(
+    NsaQwen3MoeConfig.model_type, get_checkpoint_conversion_mapping(Qwen3MoeConfig.model_type)
+)
