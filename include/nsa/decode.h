@@ -33,8 +33,13 @@ struct KVCacheView {
   TensorView k_swa_ring, v_swa_ring;  // (B, window_size + kRollback, Hkv, D)
   TensorView k_cmp_ring, v_cmp_ring;  // (B, kernel_size + kRollback, Hkv, D): raw tokens, keys not rotated
   // int32 (B, max_pages), optional: the rings are pages, (num_pages, page_size, Hkv, D) of any number and size. Pages
-  // are needed from the first query's window on, or from the first token whose block is not complete.
+  // are needed from the first query's window on, or from the first token whose block is not complete. A page may
+  // occur several times in a row in block_table_cmp: it keeps the last page_size raw tokens of these columns.
   TensorView block_table_swa, block_table_cmp;
+  // A step that does not advance can do without some memory. Neither k_swa_ring nor v_swa_ring: the window reads k_slc
+  // and v_slc, and the step's k_swa and v_swa are its k_slc and v_slc. No v_cmp_ring: raw values are v_slc, the same.
+  bool shares_window() const { return !k_swa_ring.defined() && !v_swa_ring.defined(); }
+  bool shares_raw_values() const { return !v_cmp_ring.defined(); }
   // float32 (Hkv), any stride, positive and finite: of a cache in kFloat8E4M3, else not given. `fork` copies
   // what is stored and does not read them.
   TensorView k_scale, v_scale;

@@ -107,14 +107,18 @@ struct ScaleArguments {
 
 /// A cache in memory of an engine: seq_lens are lengths after the step, its own.
 struct PagedCacheArguments {
-  Tensor k_slc, v_slc, k_c, v_c, k_swa, v_swa, k_cmp, v_cmp, overflow, seq_lens, block_table;
+  Tensor k_slc, v_slc, k_c, v_c;
+  OptionalTensor k_swa, v_swa;
+  Tensor k_cmp;
+  OptionalTensor v_cmp;
+  Tensor overflow, seq_lens, block_table;
   OptionalTensor block_table_c, block_table_swa, block_table_cmp;
 
-  using Members = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-                             OptionalTensor, OptionalTensor, OptionalTensor>;
+  using Members = std::tuple<Tensor, Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, Tensor, OptionalTensor,
+                             Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor>;
   static constexpr const char* kSchema =
       "Tensor(a!) cache_k_slc, Tensor(b!) cache_v_slc, Tensor(c!) cache_k_c, Tensor(d!) cache_v_c, "
-      "Tensor(e!) k_swa_ring, Tensor(f!) v_swa_ring, Tensor(g!) k_cmp_ring, Tensor(h!) v_cmp_ring, "
+      "Tensor(e!)? k_swa_ring, Tensor(f!)? v_swa_ring, Tensor(g!) k_cmp_ring, Tensor(h!)? v_cmp_ring, "
       "Tensor(i!) overflow, Tensor seq_lens, Tensor block_table, Tensor? block_table_c, Tensor? block_table_swa, "
       "Tensor? block_table_cmp";
   KVCacheView views() const;

@@ -107,6 +107,10 @@ TensorView output(const Tensor& tensor, const char* name) {
   return view(tensor, given(tensor, name).mutable_data_ptr(), name);
 }
 
+TensorView output(const OptionalTensor& tensor, const char* name) {
+  return tensor ? output(*tensor, name) : TensorView{};
+}
+
 Shape shape_of(const Tensor& tensor) { return {given(tensor).sizes().begin(), tensor.sizes().end()}; }
 
 Tensor make(const Tensor& like, const Shape& shape, std::optional<ScalarType> dtype) {

@@ -35,6 +35,7 @@ TensorView input(const Tensor& tensor, const char* name);
 TensorView input(const OptionalTensor& tensor, const char* name);
 /// A view of an argument that the operation changes, or of a tensor that it fills.
 TensorView output(const Tensor& tensor, const char* name);
+TensorView output(const OptionalTensor& tensor, const char* name);
 
 Shape shape_of(const Tensor& tensor);
 /// A new tensor without gaps on the device of `like`, of its dtype or the given one.

@@ -6,10 +6,11 @@ namespace {
 
 using Operation = Status (*)(const DecodeParams&, const Context&);
 
-/// A step with what the operators have in common; `params` has the rest.
+/// A step with what the operators have in common; `params` has the rest. With `out` the first result is empty.
 Tensors<2> run_step(Operation operation, DecodeParams params, const BranchArguments& branches,
                     const PhiArguments& weights_k, const PhiArguments& weights_v, const Ints& cfg, Scale softmax_scale,
-                    const RotationArguments& rotation, const OptionalTensor& block_indices) {
+                    const RotationArguments& rotation, const OptionalTensor& block_indices,
+                    const OptionalTensor& out = {}) {
   params.q = input(branches.q, "q");
   params.k_cmp = input(branches.k_cmp, "k_cmp");
   params.v_cmp = input(branches.v_cmp, "v_cmp");
@@ -26,9 +27,9 @@ Tensors<2> run_step(Operation operation, DecodeParams params, const BranchArgume
   params.rope_sin = input(rotation.sin, "rope_sin");
   params.block_indices = input(block_indices, "block_indices");
   check(params.cfg.validate());  // before a size is taken from it
-  Tensor o = make_o(branches.q, branches.v_cmp);
+  Tensor o = out ? make(branches.q, {0}) : make_o(branches.q, branches.v_cmp);
   Tensor indices = make_indices(branches.q, branches.k_cmp, params.cfg);
-  params.o = output(o, "o");
+  params.o = out ? output(*out, "out") : output(o, "o");
   params.indices = output(indices, "indices");
   run(operation, params, branches.q);
   return {o, indices};
@@ -49,7 +50,7 @@ Tensors<2> decode_paged(const BranchArguments& branches, const PagedCacheArgumen
                         const Tensor& query_start_loc, std::int64_t max_query_len, const PhiArguments& weights_k,
                         const PhiArguments& weights_v, const Ints& cfg, Scale softmax_scale,
                         const RotationArguments& rotation, const OptionalTensor& block_indices,
-                        const ScaleArguments& scales) {
+                        const ScaleArguments& scales, const OptionalTensor& out) {
   DecodeParams params;
   params.cache = cache.views();
   scales.give_to(params.cache);
@@ -57,7 +58,7 @@ Tensors<2> decode_paged(const BranchArguments& branches, const PagedCacheArgumen
   params.max_query_len = max_query_len;
   const bool chunks = max_query_len == 0 || max_query_len > kMaxDecodeTokens;
   return run_step(chunks ? nsa::prefill : nsa::decode, params, branches, weights_k, weights_v, cfg, softmax_scale,
-                  rotation, block_indices);
+                  rotation, block_indices, out);
 }
 
 void fork_cache(const CacheArguments& cache, const Ints& cfg, std::int64_t parent, std::int64_t child,
@@ -83,7 +84,7 @@ void define_decode(Library& m) {
   m.def(("decode(" + step + ") -> (Tensor, Tensor)").c_str());
   m.def(("prefill(" + step + ") -> (Tensor, Tensor)").c_str());
   m.def(("decode_paged(" + branches + PagedCacheArguments::kSchema + ", Tensor query_start_loc, SymInt max_query_len" +
-         options + last + ") -> (Tensor, Tensor)")
+         options + last + ", Tensor(j!)? out) -> (Tensor, Tensor)")
             .c_str());
   m.def(("fork(" + cache + ", int[] cfg, int parent, int child, int length) -> ()").c_str());
 }

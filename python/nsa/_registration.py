@@ -248,7 +248,8 @@ def _(q, k_cmp, v_cmp, *rest):
 
 @_fake("decode_paged")
 def _(q, k_cmp, v_cmp, *rest):
-    return _o(q, v_cmp), _indices(q, k_cmp, rest[-7])
+    o = _o(q, v_cmp) if rest[-1] is None else q.new_empty(0)
+    return o, _indices(q, k_cmp, rest[-8])
 
 
 @_fake("fork")

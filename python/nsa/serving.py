@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .cache import ROLLBACK, _multiple_of_16, _raw_dtype, check_rings, head_scal
 from .config import CompressionWeights, NSAConfig
 from .decoding import MAX_DECODE_TOKENS, _step
 from .functional import MEAN, branch_names
-from .rotary import check_positions, rotate_inputs, rows_within
+from .rotary import Rotated, check_positions, rotate_inputs, rows_within
 
 __all__ = ["LayerCache", "Step", "allocate", "compressed_page_size", "decode_paged", "fork"]
 
@@ -52,22 +52,28 @@ class LayerCache(NamedTuple):
         k_cmp_ring, v_cmp_ring: (num_slots, kernel_size + 32, Hkv, Dk or Dv).
 
     `decode_paged` also takes pages in place of the rings, and compressed tokens in pages of page_size / kernel_stride.
+    There, k_swa_ring and v_swa_ring may both be None: the window reads k_slc and v_slc. v_cmp_ring may be None: raw
+    values are v_slc.
     """
 
     k_slc: Tensor
     v_slc: Tensor
     k_c: Tensor
     v_c: Tensor
-    k_swa_ring: Tensor
-    v_swa_ring: Tensor
+    k_swa_ring: Tensor | None
+    v_swa_ring: Tensor | None
     k_cmp_ring: Tensor
-    v_cmp_ring: Tensor
+    v_cmp_ring: Tensor | None
 
     def _check_tensors(self, name: str) -> None:
         """Raises TypeError or ValueError for a member that is no tensor or has not the memory it says."""
         for member, tensor in zip(self._fields, self, strict=True):
-            check_type(f"{name}.{member}", tensor, Tensor)
+            check_type(f"{name}.{member}", tensor, Tensor | None if member in _SHARED else Tensor)
             check_usable(f"{name}.{member}", tensor)
+
+
+_SHARED = ("k_swa_ring", "v_swa_ring", "v_cmp_ring")
+"""Members that may be None where a layer's memory for the selected branch has them."""
 
 
 @checked
@@ -134,7 +140,7 @@ class _Rows:
 
     def tensors(self) -> tuple[Tensor, ...]:
         assert self.layer is not None
-        rings = (ring[self.slots] for ring in self.layer[4:])
+        rings = (ring[self.slots] for ring in _rings(self.layer))
         return (*self.layer[:4], *rings, self.cache_seqlens, self.overflow, *self.tables)
 
 
@@ -313,7 +319,7 @@ class Step:
         if several:
             check_usable("layer", layer)
         k_scale, v_scale = _scales_of(layer, k_scale, v_scale)
-        for name, ring in zip(LayerCache._fields[4:], layer[4:], strict=True):
+        for name, ring in zip(LayerCache._fields[4:], _rings(layer), strict=True):
             if ring.shape[0] < self.num_slots:
                 raise ValueError(f"layer: {name}: {ring.shape[0]} slots: must have {self.num_slots}")
         given = [q, k, v, k_slc, v_slc, k_swa, v_swa, gates]
@@ -401,8 +407,10 @@ def decode_paged(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     rope: tuple[Tensor, Tensor] | None = None,
+    rotated: bool = False,
     softmax_scale: float | None = None,
     return_indices: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One layer's step for decodes and chunks together, as one operator on an engine's tensors.
 
@@ -421,12 +429,17 @@ def decode_paged(
             `layer.k_c` has page_size / kernel_stride entries, entry i in slot i + kernel_size / kernel_stride - 1.
         block_table_swa: int32 (B, max_pages), pages of `layer.k_swa_ring` (num_pages, page_size, Hkv, D), needed for
             the last window_size - 1 tokens and the new ones. None: a ring for each request, B slots.
-        block_table_cmp: the same of `layer.k_cmp_ring`, needed for the tokens of blocks that are not complete.
+        block_table_cmp: the same of `layer.k_cmp_ring`, needed for the tokens of blocks that are not complete. A page
+            may stand in several columns that follow each other: it keeps the last raw tokens of these. It needs at
+            least kernel_size + 15 slots, or more by what a rollback takes back beyond 16 tokens.
         max_query_len: at least the most new tokens of a request. 0: T.
         overflow: int32 (1), set to 1 if a request found no page: it writes nothing then, and o = 0. None: that raises
             RuntimeError at the end of the step.
         k_scale, v_scale: float32, one number, or one for each KV head: of a layer whose tensors but the raw tokens are
             in float8_e4m3fn. x is stored as x / scale, saturated, and read as stored * scale.
+        rotated: q, k_slc and k_swa are rotated already, k is not: `rope`, (positions, D / 2), rotates compressed keys
+            alone. An engine then rotates where it fuses that with other work.
+        out: (T, H, Dv) for the result, which is returned.
 
     Returns:
         o (T, H, Dv), or (o, indices) with indices int32 (T, Hkv, topk).
@@ -436,24 +449,28 @@ def decode_paged(
         RuntimeError: a request found no page, and `overflow` was not given.
         TypeError: an argument is of another type.
     """
-    _check_layer(layer)
-    names = branch_names(k_slc, v_slc, k_swa, v_swa) | _PAGED_NAMES
+    _check_layer(layer, _SHARED)
+    names = branch_names(k_slc, v_slc, k_swa, v_swa) | _PAGED_NAMES | ({} if out is None else {"o": "out"})
     k_scale, v_scale = _scales_of(layer, k_scale, v_scale)
     k_slc, k_swa = (k if t is None else t for t in (k_slc, k_swa))
     v_slc, v_swa = (v if t is None else t for t in (v_slc, v_swa))
     weights_k, weights_v = (MEAN if w is None else w for w in (weights_k, weights_v))
     flag = torch.zeros(1, dtype=torch.int32, device=q.device) if overflow is None else overflow
-    at = slice(None) if rope is None else _positions(rope, query_start_loc, seq_lens, q)
     with torch.no_grad():
-        rotated = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
+        if rotated:
+            x = Rotated(q, k, k_slc, k_swa, weights_k, *((None, None) if rope is None else rope))
+        else:
+            at = slice(None) if rope is None else _positions(rope, query_start_loc, seq_lens, q)
+            x = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
         o, selected = call(
             ops.decode_paged,
-            *(rotated.q, rotated.k, v, rotated.k_slc, v_slc, rotated.k_swa, v_swa, gates),
+            *(x.q, x.k, v, x.k_slc, v_slc, x.k_swa, v_swa, gates),
             *(*layer, flag, seq_lens, block_table, block_table_c, block_table_swa, block_table_cmp),
-            *(query_start_loc, max_query_len, *rotated.weights_k.as_arguments(), *weights_v.as_arguments()),
-            *(cfg.as_list(), softmax_scale, rotated.cos, rotated.sin, indices, k_scale, v_scale),
+            *(query_start_loc, max_query_len, *x.weights_k.as_arguments(), *weights_v.as_arguments()),
+            *(cfg.as_list(), softmax_scale, x.cos, x.sin, indices, k_scale, v_scale, out),
             names=names,
         )
+    o = o if out is None else out
     if overflow is None and int(flag.item()):
         raise RuntimeError("decode_paged: a request found no page and its tokens were dropped: see block_table")
     return (o, selected) if return_indices else o
@@ -509,7 +526,7 @@ def fork(
         RuntimeError: a table has no page for a token of the child. In both cases no memory was changed.
     """
     _check_layer(layer)
-    slots = layer.k_swa_ring.shape[0]
+    slots = _rings(layer)[0].shape[0]
     for table_name, table in (("block_table", block_table), ("block_table_c", block_table_c)):
         check_type(table_name, table, Tensor)
         if table.device != layer.k_slc.device:
@@ -523,7 +540,7 @@ def fork(
         raise ValueError(f"length = {length}: must be {least} ... {parent_length}, the parent's length")
     flipped = parent > child
     low, high = sorted((parent, child))
-    rings = (ring[low : high + 1 : high - low] for ring in layer[4:])
+    rings = (ring[low : high + 1 : high - low] for ring in _rings(layer))
     lengths = torch.tensor([parent_length, 0], dtype=torch.int32, device=block_table.device)
     tables = [t.flip(0) if flipped else t for t in (lengths, block_table, block_table_c)]
     overflow = torch.zeros(1, dtype=torch.int32, device=block_table.device)
@@ -532,12 +549,20 @@ def fork(
     )
 
 
-def _check_layer(layer: LayerCache) -> None:
+def _check_layer(layer: LayerCache, shared: tuple[str, ...] = ()) -> None:
     check_type("layer", layer, LayerCache)
     for name, tensor in zip(LayerCache._fields, layer, strict=True):
+        if tensor is None and name in shared:
+            continue
         check_type(f"layer.{name}", tensor, Tensor)
+        assert tensor is not None
         if tensor.dim() != 4:
             raise ValueError(f"layer.{name}: {tuple(tensor.shape)}: must have 4 dimensions, the last two (Hkv, D)")
+
+
+def _rings(layer: LayerCache) -> tuple[Tensor, ...]:
+    """Those of a layer that has been checked."""
+    return cast(tuple[Tensor, ...], layer[4:])
 
 
 def _scales_of(layer: LayerCache, *given: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -46,8 +46,10 @@ CachedRows::CachedRows(const KVCacheView& cache, const NSAConfig& cfg, std::int6
   const TensorView& table_c = with_tokens ? cache.block_table : cache.block_table_c;
   k_c = rows(cache.k_c, table_c), v_c = rows(cache.v_c, table_c);
   if (with_tokens) k_c.first = v_c.first = 1 - cfg.kernel_size / cfg.kernel_stride;
-  k_swa = rows(cache.k_swa_ring, cache.block_table_swa), v_swa = rows(cache.v_swa_ring, cache.block_table_swa);
-  k_cmp = rows(cache.k_cmp_ring, cache.block_table_cmp), v_cmp = rows(cache.v_cmp_ring, cache.block_table_cmp);
+  k_swa = cache.shares_window() ? k_slc : rows(cache.k_swa_ring, cache.block_table_swa);
+  v_swa = cache.shares_window() ? v_slc : rows(cache.v_swa_ring, cache.block_table_swa);
+  k_cmp = rows(cache.k_cmp_ring, cache.block_table_cmp);
+  v_cmp = cache.shares_raw_values() ? v_slc : rows(cache.v_cmp_ring, cache.block_table_cmp);
   k_slc.scale = k_c.scale = k_swa.scale = cache.k_scale;
   v_slc.scale = v_c.scale = v_swa.scale = cache.v_scale;
 }
@@ -95,7 +97,7 @@ CacheStep::CacheStep(const DecodeParams& params) : params_(params) {
 void CacheStep::add_sequence(StepSequence s) {
   static_cast<CachedRows&>(s) = CachedRows(params_.cache, params_.cfg, s.batch);
   s.window_begin = window_begin(params_.cfg, s.length_before);
-  if (s.num_new > kRollback && !params_.cache.block_table_swa.defined()) {
+  if (s.num_new > kRollback && !s.k_swa.table) {
     // The append will overwrite tokens that the first queries see: keep them beside the ring.
     const auto window_of = [&](TokenRows& ring, const TensorView& fresh) {
       TokenBuffer& buffer =
@@ -128,10 +130,11 @@ Status CacheStep::append(Compress compress, const Context& context) {
     };
     write(params_.k_slc, to.k_slc);
     write(params_.v_slc, to.v_slc);
+    write(params_.k_cmp, to.k_cmp);
+    if (!params_.cache.shares_raw_values()) write(params_.v_cmp, to.v_cmp);
+    if (params_.cache.shares_window()) continue;
     write(params_.k_swa, to.k_swa);
     write(params_.v_swa, to.v_swa);
-    write(params_.k_cmp, to.k_cmp);
-    write(params_.v_cmp, to.v_cmp);
   }
   return {};
 }

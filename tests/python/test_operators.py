@@ -93,7 +93,9 @@ def arguments():
     table, flag = torch.arange(8, dtype=torch.int32).reshape(2, 4), torch.zeros(1, dtype=torch.int32)
     tables, starts = (table, None, table + 2, table // 2), torch.tensor([0, 20, 41], dtype=torch.int32)
     engine = (*pages, flag, torch.tensor([25, 21], dtype=torch.int32), *tables, starts, 30)
-    yield "decode_paged", (*(t[0] for t in new), *engine, *rest[:-2], None, *scales)
+    yield "decode_paged", (*(t[0] for t in new), *engine, *rest[:-2], None, *scales, None)
+    out = torch.zeros(q.shape[1], 4, dv)
+    yield "decode_paged", (*(t[0] for t in new), *engine, *rest[:-2], None, *scales, out)
     yield "fork", (*cache.tensors(), CFG, 0, 1, 0)
 
 
@@ -107,14 +109,14 @@ def test_every_operator_is_checked():
     assert set(names()) == {name for name, _ in arguments()} | without_tensors | raises
 
 
-@pytest.mark.parametrize("index", range(27))
+@pytest.mark.parametrize("index", range(28))
 def test_opcheck(backend, index):
     name, args = list(arguments())[index]
     torch.library.opcheck(getattr(ops, name).default, args)
 
 
 def test_opcheck_runs_all():
-    assert len(list(arguments())) == 27
+    assert len(list(arguments())) == 28
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -57,13 +58,13 @@ void check_stored(Checker& check, bool float8, const char* name, const TensorVie
   }
 }
 
-/// The window or the raw tokens: a ring of a size, or pages of any.
+/// The window or the raw tokens: a ring of a size, or pages of any. shares_v: values are elsewhere.
 void check_recent(Checker& check, Shapes& s, bool float8, const char* k_name, const TensorView& k, const char* v_name,
-                  const TensorView& v, Dim& ring, const char* table_name, const TensorView& table) {
+                  const TensorView& v, bool shares_v, Dim& ring, const char* table_name, const TensorView& table) {
   Dim num_pages{"num_pages"}, page_size{"page_size"}, max_pages{"max_pages"};
   Dim &first = table.defined() ? num_pages : s.B, &rows = table.defined() ? page_size : ring;
   check_stored(check, float8, k_name, k, {&first, &rows, &s.Hkv, &s.Dk});
-  check_stored(check, float8, v_name, v, {&first, &rows, &s.Hkv, &s.Dv});
+  if (!shares_v) check_stored(check, float8, v_name, v, {&first, &rows, &s.Hkv, &s.Dv});
   if (!table.defined() || !check.ok()) return;
   check.int32(table_name, table, Access::kInput, {&s.B, &max_pages});
   check_page_size(check, k_name, page_size);
@@ -94,10 +95,15 @@ void check_cache(Checker& check, Shapes& s, const KVCacheView& cache, const NSAC
   check.int32("cache.block_table", cache.block_table, Access::kInput, {&s.B, &s.max_pages});
   check_page_size(check, "cache.k_slc", s.page_size);
   check_compressed(check, s, cache, cfg);
-  check_recent(check, s, float8, "cache.k_swa_ring", cache.k_swa_ring, "cache.v_swa_ring", cache.v_swa_ring, s.swa_ring,
-               "cache.block_table_swa", cache.block_table_swa);
-  check_recent(check, s, false, "cache.k_cmp_ring", cache.k_cmp_ring, "cache.v_cmp_ring", cache.v_cmp_ring, s.cmp_ring,
-               "cache.block_table_cmp", cache.block_table_cmp);
+  const bool window = cache.advance || !cache.shares_window(), values = cache.advance || !cache.shares_raw_values();
+  if (window)
+    check_recent(check, s, float8, "cache.k_swa_ring", cache.k_swa_ring, "cache.v_swa_ring", cache.v_swa_ring, false,
+                 s.swa_ring, "cache.block_table_swa", cache.block_table_swa);
+  check.require(window || !cache.block_table_swa.defined(),
+                "cache.block_table_swa: given without cache.k_swa_ring: must not be, as block_table has the window");
+  check.require(values || !float8, "cache.v_cmp_ring: not given: must be for a cache in float8_e4m3fn");
+  check_recent(check, s, false, "cache.k_cmp_ring", cache.k_cmp_ring, "cache.v_cmp_ring", cache.v_cmp_ring, !values,
+               s.cmp_ring, "cache.block_table_cmp", cache.block_table_cmp);
   check.int32("cache.overflow", cache.overflow, Access::kState, {&s.one});
   check_table(check, "cache.block_table", cache.block_table, s.num_pages.value);
   if (!cache.advance) check.note("cache.advance", std::int64_t{0});
@@ -128,18 +134,41 @@ void check_packed(Checker& check, Shapes& s, const DecodeParams& params) {
   s.m.value = params.max_query_len > 0 ? params.max_query_len : s.T.value;
 }
 
-/// Only full pages can be shared: no page that the step writes to may be named a second time. `needed` has what each
-/// sequence needs of each table.
+bool same_view(const TensorView& a, const TensorView& b) {
+  return a.data == b.data && a.rank == b.rank && a.shape == b.shape && a.stride == b.stride;
+}
+
+/// New tokens of memory that a cache does not have are those of the memory that it has for them.
+void check_shared_tokens(Checker& check, const DecodeParams& params) {
+  const bool window = params.cache.shares_window();
+  for (const auto& [missing, name, fresh, with, source] :
+       {std::tuple{window, "k_swa", &params.k_swa, "k_slc", &params.k_slc},
+        {window, "v_swa", &params.v_swa, "v_slc", &params.v_slc},
+        {params.cache.shares_raw_values(), "v_cmp", &params.v_cmp, "v_slc", &params.v_slc}})
+    check.require(!missing || same_view(*fresh, *source), name, ": another tensor than ", with,
+                  ": must be the same one for a cache that keeps both in cache.", with);
+}
+
+/// Only full pages can be shared: no page that the step writes to may be named a second time, but for neighbours in
+/// block_table_cmp. `needed` has what each sequence needs of each table.
 void check_written_pages(Checker& check, const std::vector<std::pair<std::int64_t, std::vector<PagesNeeded>>>& needed) {
   using Entry = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // page, sequence, column
   for (std::size_t i = 0; check.ok() && !needed.empty() && i < needed.front().second.size(); ++i) {
     const char* name = needed.front().second[i].table_name;
     const TensorView table = check.readable(needed.front().second[i].table);
     if (!table.defined()) return;
+    const bool repeats = std::string_view(name) == "block_table_cmp";
     const auto each = [&](bool written, auto visit) {
-      for (const auto& [b, tables] : needed)
-        for (std::int64_t p = tables[i].first_page(); p < std::min(tables[i].end_page(), table.size(1)); ++p)
-          if (tables[i].writes(p) == written) visit(Entry{table_entry(table, b, p), b, p});
+      for (const auto& [b, tables] : needed) {
+        const std::int64_t end = std::min(tables[i].end_page(), table.size(1));
+        for (std::int64_t p = tables[i].first_page(); p < end; ++p) {
+          const Entry entry{table_entry(table, b, p), b, p};
+          bool writes = tables[i].writes(p);
+          while (repeats && p + 1 < end && table_entry(table, b, p + 1) == std::get<0>(entry))
+            writes |= tables[i].writes(++p);
+          if (writes == written) visit(entry);
+        }
+      }
     };
     const auto refuse = [&](const Entry& entry, const Entry& writer) {
       const auto [page, b, p] = entry;
@@ -213,6 +242,7 @@ Status validate(const DecodeParams& params, Call& call) {
   check.require(s.Dk.value > 0 && s.Dv.value > 0, "Dk = ", s.Dk.value, ", Dv = ", s.Dv.value, ": must be >= 1");
   check_cache(check, s, params.cache, params.cfg);
   check_scales(check, s, params.cache);
+  check_shared_tokens(check, params);
   if (s.packed) check_packed(check, s, params);
   check_weights(check, "weights_k.", params.weights_k, params.cfg, s.Hkv, s.Dk);
   check_weights(check, "weights_v.", params.weights_v, params.cfg, s.Hkv, s.Dv);

@@ -68,6 +68,13 @@ struct Slots {
     const int at = token + first, page = at / size;
     return rows.at<T>(table[b * table_row + (ring ? 0 : page)], at - page * size, head);
   }
+
+  /// Whether a later token before `end` has the token's slot: the table names a page several times in a row.
+  __device__ bool is_overwritten(int b, int token, int end) const {
+    if (ring || token + size >= end) return false;
+    const int* const page = table + b * table_row + (token + first) / size;
+    return page[0] == page[1];
+  }
 };
 
 /// Keys or values that queries of a step see.

@@ -19,7 +19,12 @@ constexpr std::int64_t kMaxSplits = 64;         // of the compressed keys, for u
 /// One step. The methods take their memory first and launch nothing while it is only measured.
 class Step {
  public:
-  Step(const DecodeParams& params, Execution& execution) : p_(params), e_(execution) {}
+  /// given: the cache that params' cache is, without what it does not have.
+  Step(const DecodeParams& params, const KVCacheView& given, Execution& execution)
+      : p_(params),
+        e_(execution),
+        shares_window_(given.shares_window()),
+        shares_raw_values_(given.shares_raw_values()) {}
 
   Status run() {
     describe();
@@ -91,7 +96,11 @@ class Step {
     return cuda::recent(tokens, table, numbers, sizeof(StepPlan) / sizeof(int));
   }
   Slots window(const TensorView& tokens) const { return recent(tokens, p_.cache.block_table_swa); }
-  Slots raw(const TensorView& tokens) const { return recent(tokens, p_.cache.block_table_cmp); }
+  Slots raw_keys() const { return recent(p_.cache.k_cmp_ring, p_.cache.block_table_cmp); }
+  Slots raw_values() const { return recent(p_.cache.v_cmp_ring, raw_value_table()); }
+  const TensorView& raw_value_table() const {
+    return shares_raw_values_ ? p_.cache.block_table : p_.cache.block_table_cmp;
+  }
   /// What Hopper's kernels find tokens by; no table: a ring.
   static sm90::decode::CachedTensor cached(const Slots& slots, const TensorView& pages, const TensorView& table) {
     return {in_bytes(slots, pages.dtype), to_int(pages.size(0)), table.defined() ? to_int(table.size(1)) : 0};
@@ -126,6 +135,7 @@ class Step {
 
   const DecodeParams& p_;
   Execution& e_;
+  bool shares_window_, shares_raw_values_;  // nothing is appended to the memory that another branch has
   StepGeometry geometry_;
   StepPlan* plan_ = nullptr;
   sm90::StepKernels hopper_;
@@ -220,9 +230,8 @@ Status Step::compress_completed() {
   const TensorView raw_k = take({B, raw_tokens, h, Dk}, dtype), raw_v = take({B, raw_tokens, h, Dv}, dtype);
   const TensorView k = take({B, blocks, h, Dk}, dtype), v = take({B, blocks, h, Dv}, dtype);
   if (!measuring()) {
-    const TokenMove moves[] = {move_of(p_.k_cmp, raw(p_.cache.k_cmp_ring), raw_k),
-                               move_of(p_.v_cmp, raw(p_.cache.v_cmp_ring), raw_v), move_of(fresh_k_slc_, k_slc_),
-                               move_of(fresh_v_slc_, v_slc_)};
+    const TokenMove moves[] = {move_of(p_.k_cmp, raw_keys(), raw_k), move_of(p_.v_cmp, raw_values(), raw_v),
+                               move_of(fresh_k_slc_, k_slc_), move_of(fresh_v_slc_, v_slc_)};
     if (Status s = move(moves, 4, std::max(tokens(), raw_tokens), nullptr); !s.ok()) return s;
   }
   const int* completed = geometry_.plan ? &geometry_.plan->completed : nullptr;
@@ -391,10 +400,14 @@ Status Step::combine() {
 Status Step::append_to_rings(int* lengths) {
   if (measuring()) return {};
   const KVCacheView& cache = p_.cache;
-  const TokenMove moves[] = {move_of(fresh_k_swa_, window(cache.k_swa_ring)),
-                             move_of(fresh_v_swa_, window(cache.v_swa_ring)), move_of(p_.k_cmp, raw(cache.k_cmp_ring)),
-                             move_of(p_.v_cmp, raw(cache.v_cmp_ring))};
-  return move(moves, 4, tokens(), lengths);
+  TokenMove moves[4] = {move_of(p_.k_cmp, raw_keys())};
+  int count = 1;
+  if (!shares_raw_values_) moves[count++] = move_of(p_.v_cmp, raw_values());
+  if (!shares_window_) {
+    moves[count++] = move_of(fresh_k_swa_, window(cache.k_swa_ring));
+    moves[count++] = move_of(fresh_v_swa_, window(cache.v_swa_ring));
+  }
+  return move(moves, count, tokens(), lengths);
 }
 
 /// The kernels of compute capability 9.0 that can serve this step here.
@@ -438,8 +451,10 @@ Status Step::append_compress_on_hopper() {
   args.appends[1] = append(p_.v_slc, v_slc_, cache.v_slc, cache.block_table, v_scales);
   args.appends[2] = append(p_.k_swa, window(cache.k_swa_ring), cache.k_swa_ring, cache.block_table_swa, k_scales);
   args.appends[3] = append(p_.v_swa, window(cache.v_swa_ring), cache.v_swa_ring, cache.block_table_swa, v_scales);
-  args.appends[4] = append(p_.k_cmp, raw(cache.k_cmp_ring), cache.k_cmp_ring, cache.block_table_cmp, none);
-  args.appends[5] = append(p_.v_cmp, raw(cache.v_cmp_ring), cache.v_cmp_ring, cache.block_table_cmp, none);
+  args.appends[4] = append(p_.k_cmp, raw_keys(), cache.k_cmp_ring, cache.block_table_cmp, none);
+  args.appends[5] = append(p_.v_cmp, raw_values(), cache.v_cmp_ring, raw_value_table(), none);
+  if (shares_window_) args.appends[2].vectors = args.appends[3].vectors = 0;
+  if (shares_raw_values_) args.appends[5].vectors = 0;
   const auto side = [&](const TensorView& fresh, const sm90::decode::CachedTensor& raw, const Slots& out,
                         const TensorView& pages, const CompressionWeights& w) {
     sm90::decode::CompressSide side{};
@@ -518,16 +533,19 @@ DecodeParams in_batches(DecodeParams p) {
 }  // namespace
 
 Status run(const DecodeParams& given, Execution& e) {
-  const DecodeParams p = in_batches(given);
+  DecodeParams p = in_batches(given);
+  if (KVCacheView& cache = p.cache; cache.shares_window())
+    cache.k_swa_ring = cache.k_slc, cache.v_swa_ring = cache.v_slc, cache.block_table_swa = cache.block_table;
+  if (p.cache.shares_raw_values()) p.cache.v_cmp_ring = p.cache.v_slc;
   if (p.q.numel() == 0) return {};
   if (!e.arena.measuring()) {  // before anything is written
     Execution needed;
-    if (Status s = Step(p, needed).run(); !s.ok()) return s;
+    if (Status s = Step(p, given.cache, needed).run(); !s.ok()) return s;
     Arena all = e.arena;
     all.take<char>(static_cast<std::int64_t>(needed.arena.used()));
     if (!all.enough()) return out_of_workspace(all);
   }
-  return Step(p, e).run();
+  return Step(p, given.cache, e).run();
 }
 
 }  // namespace nsa::cuda

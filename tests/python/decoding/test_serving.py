@@ -2,6 +2,7 @@
 
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import nsa
 from devices import head_dims, here, on_gpu
 from nsa.serving import LayerCache, Step, allocate, decode_paged, fork
+from nsa.vllm import check_supported
 from scheduler import CFG, DIM, HEADS, KV_HEADS, LAYERS, LONGEST, MAX_LENGTH, Engine, Model
 
 
@@ -268,6 +270,7 @@ class Paged:
 
     def __init__(self, dtype, own_table, window_pages, seed, scales=None):
         self.draw, self.own_table, self.window_pages = random.Random(seed), own_table, window_pages
+        self.page = PAGE
         torch.manual_seed(seed)
         self.dim = dim = head_dims(DIM, DIM)[0]
         rows = PAGE, -(-PAGE // CFG.kernel_stride // 16) * 16 if own_table else PAGE // CFG.kernel_stride, PAGE, PAGE
@@ -289,6 +292,14 @@ class Paged:
             self.options[name] = nsa.CompressionWeights(
                 "mlp", *(None if t is None else t.to(dtype) for t in vars(phi).values() if not isinstance(t, str))
             )
+
+    def rotated(self, packed, starts, seq_lens):
+        """Arguments for tokens that the engine has rotated itself."""
+        q, k, *_ = packed
+        at = torch.cat([torch.arange(n - c, n) for n, c in zip(seq_lens.tolist(), starts.diff().tolist(), strict=True)])
+        cos, sin = (torch.nn.functional.pad(table[at], (0, 0, 0, 3)) for table in self.options["rope"])
+        k_slc = nsa.rotate(k, cos, sin)
+        return {"q": nsa.rotate(q, cos, sin), "k_slc": k_slc, "k_swa": k_slc, "rotated": True}
 
     def text(self, shared=None, length=0):
         """New tokens (q, k, v, gates) of a request of 120, the first ones those of another."""
@@ -318,7 +329,7 @@ class Paged:
             packed.append(torch.cat([*rows, torch.full_like(texts[0][i][:3], torch.nan)]))
         table = torch.full((len(texts), 9), -1, dtype=torch.int32)
         for r, (mine, n, c) in enumerate(zip(pages, lengths, counts, strict=True)):
-            while c and len(mine) * PAGE < n + c:
+            while c and len(mine) * self.page < n + c:
                 mine.append(self.free.pop())
             table[r, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
         window, raw = table.clone(), table.clone()
@@ -328,10 +339,11 @@ class Paged:
         seq_lens = torch.tensor([n + c for n, c in zip(lengths, counts, strict=True)], dtype=torch.int32)
         given = {"block_table_c": table} if self.own_table else {}
         given |= {"block_table_swa": window, "block_table_cmp": raw} if self.window_pages else {}
+        given |= self.own(packed, starts, seq_lens, table)
         o, indices = decode_paged(
-            *packed,
-            self.layer,
-            **{"cfg": CFG, "query_start_loc": starts, "seq_lens": seq_lens, "block_table": table, **given},
+            layer=self.layer,
+            **dict(zip(("q", "k", "v", "gates"), packed, strict=True))
+            | {"cfg": CFG, "query_start_loc": starts, "seq_lens": seq_lens, "block_table": table, **given},
             **self.options,
             **self.scales,
             max_query_len=max(*counts, 1),
@@ -339,6 +351,28 @@ class Paged:
         )
         assert (o[starts[-1] :] == 0).all() and (indices[starts[-1] :] == -1).all()
         return [(o[a:b], indices[a:b]) for a, b in pairwise(starts.tolist())]
+
+    def own(self, packed, starts, seq_lens, table):
+        return {}
+
+
+class Shared(Paged):
+    """One page for all of its tokens: the window and raw values are the selection's, raw keys have fewer slots."""
+
+    def __init__(self, dtype, seed, raw_slots):
+        super().__init__(dtype, False, False, seed)
+        self.page, parts = 64, (64, 64, raw_slots, 16, 16)
+        rows = KV_HEADS * self.dim
+        memory = torch.full((64, sum(parts) * rows), torch.nan, dtype=dtype)
+        parts = [part.unflatten(1, (-1, KV_HEADS, self.dim)) for part in memory.split([n * rows for n in parts], 1)]
+        k, v, raw, k_c, v_c = parts
+        self.layer = LayerCache(k, v, k_c, v_c, None, None, raw, None)
+        self.columns = 64 // raw_slots
+
+    def own(self, packed, starts, seq_lens, table):
+        out = torch.full_like(packed[0], torch.nan)
+        repeated = table.repeat_interleave(self.columns, 1)
+        return self.rotated(packed, starts, seq_lens) | {"block_table_cmp": repeated, "out": out}
 
 
 # As engines have them: for the layer or for each head.
@@ -366,9 +400,21 @@ def assert_as_alone(parts, truths):
 def test_decode_paged_gives_what_decode_gives(device, dtype, scales, own_table, window_pages):
     scales = scales and {name: here(scale) for name, scale in scales.items()}
     shares = not own_table and window_pages  # full pages are then all that a beginning needs
+    run_requests(lambda seed: Paged(dtype, own_table, window_pages, seed, scales), (16, 32, 48) if shares else (0,))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("raw_slots", (64, 32))
+def test_memory_can_be_shared_between_branches(device, dtype, raw_slots):
+    run_requests(lambda seed: Shared(dtype, seed, raw_slots), (0, 64))
+
+
+def run_requests(make, beginnings):
+    """Four requests in steps of all kinds, some of which begin as the first one."""
     for seed in range(3):
-        engine = Paged(dtype, own_table, window_pages, seed, scales)
-        begins = [0, *(engine.draw.choice((16, 32, 48)) if shares else 0 for _ in range(3))]
+        engine = make(seed)
+        begins = [0, *(engine.draw.choice(beginnings) for _ in range(3))]
         first = engine.text()
         texts = [first, *(engine.text(first, begin) for begin in begins[1:])]
         expected = [engine.alone(text) for text in texts]
@@ -381,9 +427,9 @@ def test_decode_paged_gives_what_decode_gives(device, dtype, scales, own_table, 
 
         run([17, 0, 0, 0])
         run([0, 0, 0, 0])
-        run([35, 0, 0, 0])
+        run([max(35, max(begins) - 17), 0, 0, 0])
         for mine, begin in zip(pages[1:], begins[1:], strict=True):
-            mine.extend(pages[0][: begin // PAGE])
+            mine.extend(pages[0][: begin // engine.page])
         while min(lengths) < 120:
             most = engine.draw.choice((1, 4, 30))
             run([min(engine.draw.randint(0, most), 120 - n) for n in lengths])
@@ -443,6 +489,7 @@ def test_a_wrong_decode_paged():
     )
     one = torch.tensor(1.0)
     fp8 = {"layer": stored, "k_scale": one, "v_scale": one}
+    without_window = engine.layer._replace(k_swa_ring=None, v_swa_ring=None)
     decode_paged(**dict(zip(("q", "k", "v", "gates"), new, strict=True)), cfg=CFG, **good, **fp8)
     for message, wrong in {
         "k_scale: given for a layer in float32: goes with float8_e4m3fn": {"k_scale": one},
@@ -473,7 +520,86 @@ def test_a_wrong_decode_paged():
             "seq_lens": torch.tensor([2, 3]),
             "rope": engine.options["rope"],
         },
+        r"out: float32 \(4, 4, 16\): expected the shape": {"out": new[0][:4].clone()},
+        "layer.k_swa_ring: ": {"layer": engine.layer._replace(k_swa_ring=None)},
+        "block_table_swa: given without layer.k_swa_ring": {"layer": without_window},
+        "v_swa: another tensor than v: must be the same one": {
+            "layer": without_window,
+            "block_table_swa": None,
+            "v_swa": new[2].clone(),
+        },
+        "v: another tensor than v_slc: must be the same one": {
+            "layer": engine.layer._replace(v_cmp_ring=None),
+            "v_slc": new[2].clone(),
+        },
+        "layer.v_cmp_ring: not given: must be for a cache in float8_e4m3fn": fp8
+        | {"layer": stored._replace(v_cmp_ring=None)},
+        r"block_table_cmp\[1, 0\] = 4: \[0, 0\] is this page too": {"block_table_cmp": table[[1, 1]]},
+        r"block_table_cmp\[0, 2\] = 3: \[0, 0\] is this page too": {
+            "seq_lens": torch.tensor([40, 3], dtype=torch.int32),
+            "query_start_loc": torch.tensor([0, 40, 43], dtype=torch.int32),
+            **dict(zip(("q", "k", "v", "gates"), (t.repeat(9, 1, 1)[:43] for t in new), strict=True)),
+            **dict.fromkeys(
+                ("block_table", "block_table_swa"), torch.tensor([[3, 7, 8], [4, -1, -1]], dtype=torch.int32)
+            ),
+            "block_table_cmp": torch.tensor([[3, 7, 3], [4, -1, -1]], dtype=torch.int32),
+        },
     }.items():
         arguments = dict(zip(("q", "k", "v", "gates"), new, strict=True)) | {"layer": engine.layer, "cfg": CFG}
         with pytest.raises(ValueError, match=f"^(decode_paged: )?{message}"):
             decode_paged(**arguments | good | wrong)
+
+
+def test_what_the_plug_in_for_vllm_refuses():
+    """Without vLLM, whose configuration is a stub."""
+
+    def config(**changes):
+        parts = {
+            "model_config": {"quantization": None, "hf_config": None},
+            "hf_config": {
+                "model_type": "nsa_qwen3",
+                "nsa": {"share_kv": True, "kernel_stride": 16},
+                "num_key_value_heads": 4,
+                "attention_bias": False,
+                "dense_layers": [0],
+            },
+            "cache_config": {"cache_dtype": "auto", "block_size": 64},
+            "parallel_config": {
+                "tensor_parallel_size": 2,
+                "pipeline_parallel_size": 1,
+                "decode_context_parallel_size": 1,
+                "prefill_context_parallel_size": 1,
+            },
+            "scheduler_config": {"scheduler_cls": None},
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
+        }
+        made = {name: SimpleNamespace(**{**fields, **changes.get(name, {})}) for name, fields in parts.items()}
+        made["model_config"].hf_config = made.pop("hf_config")
+        made |= {"lora_config": None, "kv_transfer_config": None}
+        return SimpleNamespace(**made | {name: v for name, v in changes.items() if name not in parts})
+
+    check_supported(config())
+    for part, changes, message in (
+        ("hf_config", {"attention_bias": True}, "attention_bias = True: must be False for Qwen3 with dense_layers"),
+        (
+            "hf_config",
+            {"nsa": {"share_kv": True, "kernel_stride": 12}},
+            "block_size = 64: must be a multiple of kernel",
+        ),
+        (
+            "hf_config",
+            {"num_key_value_heads": 3},
+            "tensor_parallel_size = 2: must be a divisor of the number of KV head",
+        ),
+        ("cache_config", {"block_size": 8}, "block_size = 8: must be a multiple of 16"),
+        ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2: must be 1"),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "decode_context_parallel_size = 2: must be 1"),
+        ("model_config", {"quantization": "fp8"}, "quantization = fp8: must be None"),
+        ("speculative_config", {"method": "eagle"}, "method = eagle: must be ngram"),
+        ("speculative_config", {"num_speculative_tokens": 16}, "num_speculative_tokens = 16: must be below 16"),
+        ("scheduler_config", {"scheduler_cls": "other"}, "scheduler_cls = other: must be None"),
+        ("lora_config", object(), "enable_lora = True: must be False"),
+        ("kv_transfer_config", object(), "kv_transfer_config = given: must be None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_supported(config(**{part: changes}))

@@ -37,7 +37,10 @@ __global__ void __launch_bounds__(128, 8) move_tokens(const __grid_constant__ Mo
     copy_rows(
         s.q_len - skipped, p.kv_heads, move.vectors,
         [&](int token, int head) { return move.fresh.at<char>(s.batch, s.q_begin + skipped + token, head); },
-        [&](int token, int head) { return move.slots.at<char>(s.index, before + skipped + token, head); });
+        [&](int token, int head) {
+          const int to = before + skipped + token;
+          return move.slots.is_overwritten(s.index, to, s.k_len) ? nullptr : move.slots.at<char>(s.index, to, head);
+        });
   }
   if (args.lengths && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) args.lengths[s.index] = s.k_len;
 }
