@@ -9,7 +9,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build configure program package test bench demo mutation adversarial wheel docs bundle format lint clean distclean
+.PHONY: help build configure program package test bench demo mutation adversarial vllm-test wheel docs bundle format lint clean distclean
 
 ifneq ($(words $(CURDIR)),1)
 $(error The path of this checkout has a space in it, which make cannot handle: $(CURDIR))
@@ -54,6 +54,7 @@ help:
 	@echo 'make format     clang-format and ruff over the tree        make lint   the same as a check, and clang-tidy'
 	@echo 'make mutation   tests of the tests: every mutant of the CPU backend must make one fail'
 	@echo 'make adversarial  full fault injection and fuzzing, of which make test runs a part'
+	@echo 'make vllm-test  the plug-in in vLLM 0.26 and 0.32 on the CPU, with the wheel in dist/'
 	@echo 'make clean      remove what was built                      make distclean   and .venv'
 	@echo
 	@sed -n 's/^#   /  /p' Makefile
@@ -108,6 +109,11 @@ mutation: build
 
 adversarial: build
 	@tools/adversarial.sh
+
+vllm-test:
+	@ls dist/*.whl >/dev/null 2>&1 || $(MAKE) wheel
+	@$(SETUP) --for wheel
+	@$(BIN)/nox -s vllm
 
 # The wheel is built from the sdist, unpacked outside of git; libnsa comes out of ccache once more.
 wheel: $(READY) $(CUDA_READY)

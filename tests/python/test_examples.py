@@ -62,9 +62,9 @@ def test_fsdp():
 
 
 def test_each_has_a_test():
-    tests = "".join(test.read_text(encoding="utf-8") for test in Path(__file__).parent.rglob("test_*.py"))
-    calls = ('run("{}"', 'EXAMPLES / "{}"')
-    assert [e.name for e in EXAMPLES if not any(call.format(e.name) in tests for call in calls)] == []
+    tests = "".join(test.read_text(encoding="utf-8") for test in (ROOT / "tests").rglob("test_*.py"))
+    calls = ('run("{0.name}"', 'EXAMPLES / "{0.name}"', "from {0.stem} import")
+    assert [e.name for e in EXAMPLES if not any(call.format(e) in tests for call in calls)] == []
 
 
 def test_each_is_on_the_page():

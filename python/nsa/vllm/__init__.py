@@ -1,0 +1,77 @@
+"""Plug-in for vLLM (extra `vllm`): sparse models of `nsa.hf` in its engine and its server.
+
+vLLM finds it by the entry point `vllm.general_plugins`. Nothing has to be imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..decoding import MAX_DECODE_TOKENS
+
+MODELS = ("NsaLlamaForCausalLM", "NsaQwen3ForCausalLM")
+
+
+def register() -> None:
+    """Registers configurations and models. vLLM calls it in each of its processes, possibly more than once."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    import nsa.hf  # noqa: F401  # registers the configurations with transformers
+
+    for name in MODELS:
+        ModelRegistry.register_model(name, f"nsa.vllm._models:{name}")
+        MODELS_CONFIG_MAP[name] = EngineConfig
+
+
+class EngineConfig:
+    """What vLLM calls with the engine's configuration before it starts."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Refuses what is not supported and chooses the scheduler."""
+        check_supported(vllm_config)
+        vllm_config.scheduler_config.scheduler_cls = "nsa.vllm._scheduler.make_scheduler"
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Changes nothing."""
+
+
+def check_supported(vllm_config: Any) -> None:
+    """Raises ValueError for a model or an option of the engine that the plug-in does not support.
+
+    vLLM chooses a block_size that is not given after this call. The model calls it once more.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    config, drafts = model.hf_config, vllm_config.speculative_config
+    kv_heads, ranks, scheduler = (
+        config.num_key_value_heads,
+        parallel.tensor_parallel_size,
+        vllm_config.scheduler_config.scheduler_cls,
+    )
+    stride, page_size = config.nsa["kernel_stride"], cache.block_size or 0
+    dense_bias = bool(config.dense_layers) and config.model_type == "nsa_qwen3" and config.attention_bias
+    method = getattr(drafts, "method", None)
+    num_drafts = getattr(drafts, "num_speculative_tokens", None) or 0
+    for name, given, supported, rule in (
+        ("nsa: share_kv", config.nsa["share_kv"], config.nsa["share_kv"], "True"),
+        ("attention_bias", config.attention_bias, not dense_bias, "False for Qwen3 with dense_layers"),
+        ("kv_cache_dtype", cache.cache_dtype, cache.cache_dtype == "auto", "auto: pages have the model's dtype"),
+        ("block_size", page_size, page_size % 16 == 0, "a multiple of 16"),
+        ("block_size", page_size, page_size % stride == 0, f"a multiple of kernel_stride = {stride}"),
+        ("tensor_parallel_size", ranks, kv_heads % ranks == 0, f"a divisor of the number of KV heads, {kv_heads}"),
+        *(
+            (f"{kind}_size", given, given == 1, "1")
+            for kind in ("pipeline_parallel", "decode_context_parallel", "prefill_context_parallel")
+            for given in (getattr(parallel, f"{kind}_size"),)
+        ),
+        ("quantization", model.quantization, model.quantization is None, "None"),
+        ("enable_lora", True, vllm_config.lora_config is None, "False"),
+        ("kv_transfer_config", "given", vllm_config.kv_transfer_config is None, "None"),
+        ("scheduler_cls", scheduler, scheduler is None or "nsa.vllm" in str(scheduler), "None"),
+        ("speculative_config: method", method, method in (None, "ngram"), "ngram"),
+        ("num_speculative_tokens", num_drafts, num_drafts < MAX_DECODE_TOKENS, f"below {MAX_DECODE_TOKENS}"),
+    ):
+        if not supported:
+            raise ValueError(f"{name} = {given}: must be {rule} with {config.model_type} in vLLM")

@@ -1,0 +1,315 @@
+"""The attention of a sparse layer in vLLM: its pages, its metadata, its call of `nsa.serving.decode_paged`.
+
+vLLM sees full attention with pages of an unusual size. A page holds everything of its tokens, so prefix caching,
+preemption and rejected drafts need no code here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+import vllm.model_executor.layers.attention  # noqa: F401  # registers unified_attention_with_output
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.torch_utils import _encode_layer_name
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from ..compression import CompressionFunction
+from ..config import NSAConfig
+from ..decoding import MAX_DECODE_TOKENS
+from ..serving import LayerCache, decode_paged
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """A layer's page: rotated keys, values, raw keys, compressed keys and values, one after the other.
+
+    The window reads the same keys and values as the selection, and raw values are the values. A raw key is needed until
+    its compression blocks are complete, so they have fewer slots than tokens, used in turn.
+    """
+
+    cfg: NSAConfig
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def raw_slots(self) -> int:
+        """Raw keys in a page: an open block's and a step's, or those of all tokens if no divisor is large enough."""
+        least = self.cfg.kernel_size - 1 + MAX_DECODE_TOKENS
+        fitting = (n for n in range(16, self.page_size, 16) if n >= least and self.page_size % n == 0)
+        return next(fitting, self.page_size)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows (Hkv, D) of the five parts."""
+        entries = self.page_size // self.cfg.kernel_stride
+        return self.page_size, self.page_size, self.raw_slots, entries, entries
+
+    @property
+    def head_size(self) -> int:
+        """Head size with which vLLM's page, of page_size keys and values, has room for the parts."""
+        return math.ceil(sum(self.rows) * self.head_dim / (2 * self.page_size))
+
+    def views(self, cache: Tensor) -> LayerCache:
+        """The parts of vLLM's memory (num_blocks, ...), whose blocks are contiguous."""
+        row = self.num_kv_heads * self.head_dim
+        begin, parts = cache.storage_offset(), []
+        for rows in self.rows:
+            shape = cache.shape[0], rows, self.num_kv_heads, self.head_dim
+            parts.append(cache.as_strided(shape, (cache.stride(0), row, self.head_dim, 1), begin))
+            begin += rows * row
+        k, v, raw, k_c, v_c = parts
+        return LayerCache(k, v, k_c, v_c, None, None, raw, None)
+
+
+@dataclass
+class Part:
+    """Requests of a step that share a call, and their rows of the packed tensors."""
+
+    rows: slice
+    max_query_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    block_table_raw: Tensor
+
+
+@dataclass
+class NsaMetadata(AttentionMetadata):
+    """A step: decodes and short chunks, then longer chunks, which have other kernels."""
+
+    parts: list[Part]
+    overflow: Tensor
+
+
+class NsaMetadataBuilder(AttentionMetadataBuilder[NsaMetadata]):
+    """Makes the metadata. What a captured graph reads has the same address in every step."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold = MAX_DECODE_TOKENS
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        layout = layer.layout
+        if kv_cache_spec.block_size != layout.page_size:
+            wrong = f"block_size = {layout.page_size}: the engine uses {kv_cache_spec.block_size}"
+            raise ValueError(f"{wrong}: all attention backends of the model must support pages of {layout.page_size}")
+        self.columns = layout.page_size // layout.raw_slots
+        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        pages = math.ceil(vllm_config.model_config.max_model_len / layout.page_size)
+        self.repeated = torch.zeros(
+            vllm_config.scheduler_config.max_num_seqs, (pages + 1) * self.columns, dtype=torch.int32, device=device
+        )
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> NsaMetadata:
+        """Metadata of a step."""
+        m = common_attn_metadata
+        requests = m.num_reqs
+        starts = m.query_start_loc_cpu[: requests + 1].tolist()
+        new = [end - begin for begin, end in pairwise(starts)]
+        decodes = next((i for i, count in enumerate(new) if count > MAX_DECODE_TOKENS), requests)
+        table = m.block_table_tensor[:requests]
+        raw = self._repeat(table)
+        parts = []
+        for first, last in ((0, decodes), (decodes, requests)):
+            if first == last:
+                continue
+            whole = first == 0 and last == requests
+            begin = m.query_start_loc[first : last + 1]
+            parts.append(
+                Part(
+                    slice(starts[first], None if last == requests else starts[last]),
+                    m.max_query_len if whole else max(new[first:last]),
+                    begin - starts[first] if first else begin,
+                    m.seq_lens[first:last],
+                    table[first:last],
+                    raw[first:last],
+                )
+            )
+        return NsaMetadata(parts, self.overflow)
+
+    def _repeat(self, table: Tensor) -> Tensor:
+        """The table of raw keys: each page in as many columns as its slots are used in turn."""
+        if self.columns == 1:
+            return table
+        rows, pages = table.shape
+        if rows > self.repeated.shape[0] or pages * self.columns > self.repeated.shape[1]:
+            raise ValueError(f"block_table: {tuple(table.shape)}: more than the engine's limits say")
+        repeated = self.repeated[:rows, : pages * self.columns]
+        repeated.unflatten(1, (pages, self.columns)).copy_(table[:, :, None])
+        return repeated
+
+
+class NsaImpl(AttentionImpl[NsaMetadata]):
+    """The body of vLLM's attention operator.
+
+    That operator has three inputs, so q is followed by the gates, and raw keys by rotated ones. Piecewise
+    CUDA graphs split at vLLM's own operators only: another one would be captured without metadata.
+    """
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def forward(
+        self,
+        layer: NsaAttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: NsaMetadata | None,
+        output: Tensor,
+        *_: object,
+        **__: object,
+    ) -> Tensor:
+        """Appends, compresses and attends; writes to `output`."""
+        if attn_metadata is None:  # a run that measures memory
+            return output.zero_()
+        heads, dim = layer.num_heads, layer.layout.head_dim
+        q = query[:, : heads * dim].unflatten(-1, (heads, dim))
+        gates = query[:, heads * dim : heads * (dim + 3)].unflatten(-1, (heads, 3))
+        raw, rotated = key.split(dim, dim=-1)
+        phi_k, phi_v, rope = layer.weights
+        weights = {"weights_k": phi_k(query.dtype), "weights_v": phi_v(query.dtype)}
+        for part in attn_metadata.parts:
+            rows = part.rows
+            decode_paged(
+                *(q[rows], raw[rows], value[rows], gates[rows], layer.cache()),
+                cfg=layer.layout.cfg,
+                query_start_loc=part.query_start_loc,
+                seq_lens=part.seq_lens,
+                block_table=part.block_table,
+                block_table_cmp=part.block_table_raw,
+                max_query_len=part.max_query_len,
+                overflow=attn_metadata.overflow,
+                k_slc=rotated[rows],
+                k_swa=rotated[rows],
+                rope=rope,
+                rotated=True,
+                out=output[rows],
+                **weights,
+            )
+        return output
+
+
+class NsaBackend(AttentionBackend):
+    """What vLLM asks about the attention of a sparse layer."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        """Not "NSA", which in vLLM means DeepSeek's sparse attention."""
+        return "NATIVE_SPARSE"
+
+    @staticmethod
+    def get_impl_cls() -> type[NsaImpl]:
+        """The operator's body."""
+        return NsaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[NsaMetadataBuilder]:
+        """The builder of a step's metadata."""
+        return NsaMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*_: object) -> list[int | MultipleOf]:
+        """Sizes of pages."""
+        return [MultipleOf(16)]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Blocks first: vLLM 0.26 clears new blocks by that dimension."""
+        return num_blocks, block_size, num_kv_heads, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """A block is contiguous."""
+        if include_num_layers_dimension:
+            raise NotImplementedError("memory of several layers in one tensor")
+        return 0, 1, 2, 3
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """The same for vLLM 0.32: layouts whose blocks are contiguous."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return KVCacheLayout.LBNHC, KVCacheLayout.LBHNC
+
+
+class NsaAttentionLayer(nn.Module, AttentionLayerBase):
+    """A sparse layer's memory and operator; the engine binds `kv_cache`."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        cfg: NSAConfig,
+        weights: tuple[CompressionFunction, CompressionFunction, tuple[Tensor, Tensor]],
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.dtype = num_heads, vllm_config.model_config.dtype
+        self.layout = PageLayout(cfg, vllm_config.cache_config.block_size, num_kv_heads, head_dim)
+        self.weights = weights  # φ and the tables of rotation; a tuple, or φ would be registered twice
+        self.layer_name = prefix
+        self.impl = NsaImpl()
+        self.kv_cache = torch.tensor([])
+        self._bound: tuple[int, LayerCache] | None = None
+        layers = vllm_config.compilation_config.static_forward_context
+        if prefix in layers:
+            raise ValueError(f"Duplicate layer name: {prefix}")
+        layers[prefix] = self
+
+    def get_attn_backend(self) -> type[NsaBackend]:
+        """The backend."""
+        return NsaBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
+        """Full attention whose head size gives the page its size."""
+        layout = self.layout
+        return FullAttentionSpec(
+            block_size=layout.page_size,
+            num_kv_heads=layout.num_kv_heads,
+            head_size=layout.head_size,
+            dtype=self.dtype,
+        )
+
+    def cache(self) -> LayerCache:
+        """Views of the memory that the engine has bound."""
+        memory = self.kv_cache
+        if self._bound is None or self._bound[0] != memory.data_ptr():
+            self._bound = memory.data_ptr(), self.layout.views(memory)
+        return self._bound[1]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, k_rotated: Tensor, gates: Tensor) -> Tensor:
+        """Attention of packed new tokens: q and k_rotated are rotated, k is not; gates (T, H, 3)."""
+        gates = gates.flatten(-2)
+        gates = nn.functional.pad(gates, (0, -gates.shape[-1] % 8))  # rows of q begin at multiples of 16 bytes
+        query = torch.cat((q.flatten(-2), gates), dim=-1)
+        key = torch.cat((k, k_rotated), dim=-1)
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        torch.ops.vllm.unified_attention_with_output(query, key, v, o, _encode_layer_name(self.layer_name))
+        return o

@@ -1,0 +1,147 @@
+"""Tiny models, their answers by nsa.hf, and vLLM's engine in this process."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.update(
+    {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "TORCHDYNAMO_DISABLE": "1",  # parts of vLLM compile even with enforce_eager
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+)
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+import torch
+
+import nsa.hf
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+}
+PAPER = {"topk": 4, "window_size": 64, "share_kv": True}
+RECIPE = {"kernel_size": 8, "kernel_stride": 8, "block_size": 32, "topk": 6, "window_size": 64, "share_kv": True}
+PARTIAL = {"rope_type": "proportional", "rope_theta": 500000.0, "partial_rotary_factor": 0.5}
+MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "paper": (nsa.hf.NsaLlamaForCausalLM, {"nsa": PAPER}),
+    "recipe": (nsa.hf.NsaLlamaForCausalLM, {"nsa": RECIPE}),
+    "partial": (nsa.hf.NsaLlamaForCausalLM, {"nsa": RECIPE, "rope_parameters": PARTIAL, "dense_layers": [0]}),
+    "dense": (nsa.hf.NsaLlamaForCausalLM, {"nsa": PAPER, "dense_layers": [1]}),
+    "qwen3": (nsa.hf.NsaQwen3ForCausalLM, {"nsa": {**RECIPE, "phi_per_kv_head": True}, "dense_layers": [1]}),
+    "echo": (nsa.hf.NsaLlamaForCausalLM, {"nsa": RECIPE, "initializer_range": 0.06}),  # repeats itself
+    "separate": (nsa.hf.NsaLlamaForCausalLM, {"nsa": {**RECIPE, "share_kv": False}}),
+}
+
+
+def save_model(name: str, folder: Path) -> Path:
+    """A random model whose gates and φ are not at their start."""
+    torch.manual_seed(0)
+    kind, fields = MODELS[name]
+    model = kind(kind.config_class(**{**SIZES, **fields})).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if ".gate.2." in key:
+                parameter.normal_(0, 0.5)
+            elif ".phi_" in key:
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    model.save_pretrained(folder / name)
+    return folder / name
+
+
+class Answer(NamedTuple):
+    """Greedy tokens behind a prompt, and the log-probabilities of the first one's position."""
+
+    tokens: list[int]
+    logprobs: torch.Tensor
+
+
+def answers(folder: Path, prompts: list[list[int]], new: int) -> list[Answer]:
+    """By nsa.hf, each prompt alone."""
+    model = MODELS[folder.name][0].from_pretrained(folder).eval()
+    model.generation_config.eos_token_id = None
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),  # or a token that is pad_token_id would count as padding
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        found.append(Answer(out.sequences[0, len(prompt) :].tolist(), out.logits[0][0].log_softmax(-1)))
+    return found
+
+
+def prompts_of(lengths: list[int], shared: int = 0, seed: int = 1) -> list[list[int]]:
+    """Random tokens; the first `shared` ones are the same in all prompts."""
+    draw = torch.Generator().manual_seed(seed)
+    begin = torch.randint(SIZES["vocab_size"], (shared,), generator=draw).tolist()
+    return [begin + torch.randint(SIZES["vocab_size"], (n,), generator=draw).tolist() for n in lengths]
+
+
+@contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[Any]:
+    """vllm.LLM of a folder, in float32."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    defaults = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "block_size": 64,
+        "disable_log_stats": False,
+    }
+    llm = LLM(model=str(folder), **{**defaults, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def generate(llm: Any, prompts: list[list[int]], new: int, **sampling: Any) -> list[Any]:
+    """Greedy outputs with the 20 best log-probabilities of every token."""
+    from vllm import SamplingParams
+
+    options = {"temperature": 0, "max_tokens": new, "logprobs": 20, "ignore_eos": True, "detokenize": False}
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm.generate(given, SamplingParams(**{**options, **sampling}), use_tqdm=False)
+
+
+def assert_equal(outputs: list[Any], expected: list[Answer]) -> None:
+    """The tokens, and the log-probabilities of the first one within rounding."""
+    for output, answer in zip(outputs, expected, strict=True):
+        completion = output.outputs[0]
+        assert list(completion.token_ids) == answer.tokens, len(output.prompt_token_ids)
+        for token, given in completion.logprobs[0].items():
+            assert abs(given.logprob - float(answer.logprobs[token])) < 2e-3, (len(output.prompt_token_ids), token)
+
+
+def metric(llm: Any, name: str) -> float:
+    """A counter of the engine."""
+    return sum(found.value for found in llm.get_metrics() if found.name == f"vllm:{name}")

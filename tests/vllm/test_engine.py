@@ -1,0 +1,197 @@
+"""vLLM's engine and server with the plug-in give every request the tokens that nsa.hf gives it alone."""
+
+import http.client
+import json
+import os
+import random
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import nsa.vllm
+from engine import answers, assert_equal, engine, generate, metric, prompts_of, save_model
+
+nsa.vllm.register()
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+LENGTHS = [5, 33, 70, 130, 301, 520]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Folder of a model by its name, made once."""
+    root, made = tmp_path_factory.mktemp("models"), {}
+    return lambda name: made[name] if name in made else made.setdefault(name, save_model(name, root))
+
+
+@pytest.fixture(scope="session")
+def expected(folder):
+    """Answers of nsa.hf, found once."""
+    found = {}
+
+    def look_up(name, prompts, new):
+        key = name, new, str(prompts)
+        if key not in found:
+            found[key] = answers(folder(name), prompts, new)
+        return found[key]
+
+    return look_up
+
+
+CASES = {
+    "side by side": ("paper", {}, 0),
+    "chunks of 64, 3 slots": ("paper", {"max_num_batched_tokens": 64, "max_num_seqs": 3}, 0),
+    "dense layer": ("dense", {"block_size": 32, "max_num_batched_tokens": 200}, 64),
+    "partial RoPE": ("partial", {"block_size": 128, "max_num_batched_tokens": 128}, 150),
+    "Qwen3": ("qwen3", {"block_size": 64, "max_num_batched_tokens": 128}, 64),
+    "small pages": ("recipe", {"block_size": 16, "max_num_batched_tokens": 50}, 150),
+    "large pages": ("paper", {"block_size": 256, "max_num_batched_tokens": 300}, 300),
+    "two ranks": ("qwen3", {"tensor_parallel_size": 2}, 64),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_equal_those_of_hf(case, folder, expected):
+    name, options, shared = CASES[case]
+    prompts = prompts_of(LENGTHS, shared)
+    truth = expected(name, prompts, 40)
+    with engine(folder(name), **options) as llm:
+        assert_equal(generate(llm, prompts, 40), truth)
+        again = generate(llm, prompts, 40)
+        assert_equal(again, truth)
+    page = options.get("block_size", 64)
+    assert all(out.num_cached_tokens >= (len(out.prompt_token_ids) - 1) // page * page for out in again)
+
+
+def test_preempted_requests(folder, expected):
+    prompts = prompts_of([100, 101, 102, 103])
+    truth = expected("recipe", prompts, 150)
+    with engine(folder("recipe"), block_size=32, num_gpu_blocks_override=21, max_model_len=512) as llm:
+        assert_equal(generate(llm, prompts, 150), truth)
+        assert metric(llm, "num_preemptions") > 0
+
+
+@pytest.mark.parametrize("name", ("recipe", "echo"))
+def test_rejected_drafts(name, folder, expected):
+    prompts = [prompt * 2 for prompt in prompts_of([20, 65, 120])]
+    truth = expected(name, prompts, 60)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    with engine(folder(name), speculative_config=drafts) as llm:
+        assert_equal(generate(llm, prompts, 60), truth)
+        drafted, accepted = (metric(llm, f"spec_decode_num_{what}_tokens") for what in ("draft", "accepted"))
+    assert drafted - accepted > 50 and (name == "recipe" or accepted > 50)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    (
+        ("separate", {}, "nsa: share_kv = False: must be True with nsa_llama in vLLM"),
+        ("recipe", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype = fp8: must be auto"),
+    ),
+)
+def test_an_engine_that_does_not_start(name, options, message, folder):
+    with pytest.raises(ValueError, match=message), engine(folder(name), **options):
+        pass
+
+
+def test_soak(folder, expected):
+    """Requests that come at any time, share prefixes, are cancelled and preempted. NSA_SOAK: how many, default 60."""
+    from vllm import SamplingParams
+
+    draw, total = random.Random(5), int(os.environ.get("NSA_SOAK", "60"))
+    prompts = [
+        prompt
+        for shared in (0, 40, 130, 300)
+        for prompt in prompts_of([draw.randint(1, 250) for _ in range(max(3, total // 20))], shared, seed=shared)
+    ]
+    truth = expected("recipe", prompts, 48)
+    options = {"max_num_batched_tokens": 160, "max_num_seqs": 6, "num_gpu_blocks_override": 34, "max_model_len": 640}
+    with engine(folder("recipe"), block_size=32, **options) as llm:
+        core = llm.llm_engine
+        pool = core.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        free, running, begun, cancelled, finished = pool.get_num_free_blocks(), {}, 0, 0, 0
+        while begun < total or running:
+            while begun < total and len(running) < 12 and draw.random() < 0.4:
+                which, wanted = draw.randrange(len(prompts)), draw.randint(1, 48)
+                sampling = SamplingParams(temperature=0, max_tokens=wanted, ignore_eos=True, detokenize=False)
+                core.add_request(str(begun), {"prompt_token_ids": prompts[which]}, sampling)
+                running[str(begun)] = which, wanted
+                begun += 1
+            if running and draw.random() < 0.02:
+                core.abort_request([gone := draw.choice(sorted(running))])
+                del running[gone]
+                cancelled += 1
+            for output in core.step():
+                if output.finished and output.request_id in running:
+                    which, wanted = running.pop(output.request_id)
+                    assert list(output.outputs[0].token_ids) == truth[which].tokens[:wanted], output.request_id
+                    finished += 1
+        assert pool.get_num_free_blocks() == free and finished + cancelled == total
+        assert min(cancelled, metric(llm, "num_preemptions"), metric(llm, "prefix_cache_hits")) > 0
+        print(f"{finished} finished, {cancelled} cancelled, {metric(llm, 'num_preemptions')} preemptions")
+
+
+def test_server(tmp_path, expected, monkeypatch):
+    """The example's server: streaming, several clients, a prompt that is too long, a client that hangs up."""
+    from openai import BadRequestError, OpenAI
+    from vllm_serve import make_model, serve
+
+    import engine as models
+    import nsa.hf
+
+    make_model(str(tmp_path))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setitem(models.MODELS, tmp_path.name, (nsa.hf.NsaLlamaForCausalLM, {}))
+    prompts = prompts_of([40, 150, 300, 7], seed=3)
+    truth = answers(tmp_path, prompts, 24)
+    options = "--dtype float32 --max-model-len 1024 --enforce-eager --block-size 32 --max-num-seqs 4".split()
+    with serve(str(tmp_path), *options) as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none")
+
+        def complete(prompt, new=24, **more):
+            given = {"model": "nsa", "prompt": prompt, "max_tokens": new, "temperature": 0, **more}
+            return client.completions.create(**given, extra_body={"ignore_eos": True})
+
+        def words(text):
+            return [int(word.removeprefix("t")) for word in text.split()]
+
+        def stream(which, found):
+            parts = [part.choices[0].text for part in complete(prompts[which], stream=True)]
+            found[which] = len([part for part in parts if part]), words("".join(parts))
+
+        found = {}
+        clients = [threading.Thread(target=stream, args=(which, found)) for which in range(len(prompts))]
+        for thread in clients:
+            thread.start()
+        for thread in clients:
+            thread.join()
+        assert {which: tokens for which, (_, tokens) in found.items()} == dict(enumerate(a.tokens for a in truth))
+        assert all(parts > 1 for parts, _ in found.values())
+
+        with pytest.raises(BadRequestError, match="1024"):
+            complete([1] * 1025, new=1)
+        with complete(prompts[0], new=900, stream=True) as cancelled:
+            next(iter(cancelled))
+        server = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+        body = {"model": "nsa", "prompt": prompts[1], "max_tokens": 800, "stream": True, "ignore_eos": True}
+        server.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        server.getresponse().readline()
+        server.sock and server.sock.close()  # hangs up
+        server.close()
+        end = time.monotonic() + 60
+        while running(url) > 0 and time.monotonic() < end:
+            time.sleep(0.2)
+        assert running(url) == 0
+        assert words(complete(prompts[2]).choices[0].text) == truth[2].tokens
+
+
+def running(url):
+    """Requests that the server works on, by its own count."""
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running"))

@@ -1,0 +1,1 @@
+"""`python tools/report`: pictures of training runs and measurements, as one HTML page."""
