@@ -20,6 +20,7 @@ from evidence.statistics import beyond, far_recurrences, loss, non_recurring
 from evidence.targets import OTHERS, printed, signed, targets_of
 
 sys.path.insert(0, str(ROOT / "tools"))
+sys.path.append(str(ROOT / "python" / "nsa"))  # the report without the package's torch
 
 from tables.text import fill, table
 

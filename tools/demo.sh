@@ -60,7 +60,7 @@ if [[ $device == cuda ]]; then
 fi
 
 step "report"
-python tools/report "$out/nsa" "$out/full" "$out/bench.json" "$out/recall.json" --out "$out/report"
+python -m nsa.report "$out/nsa" "$out/full" "$out/bench.json" "$out/recall.json" --out "$out/report"
 
 python - "$out/nsa/metrics.jsonl" <<'PY'
 import json, sys

@@ -8,10 +8,11 @@ import re
 
 import pytest
 
-from report.__main__ import main
-from report.fields import steps_of_one_token
-from report.sources import read_sources
-from report.training import gates, selection_health
+from nsa.report.__main__ import main
+from nsa.report.fields import steps_of_one_token
+from nsa.report.page import verdicts
+from nsa.report.sources import read_sources
+from nsa.report.training import gates, selection_health
 
 LENGTHS = [1024, 4096, 16384, 65536]
 
@@ -178,6 +179,68 @@ def test_everything(runs):
     page = (out / "report.html").read_text()
     assert page.count("data:image/png;base64,") == len(PICTURES)
     assert "http" not in page and "<td>full</td>" in page and "3,109,000" in page
+
+
+@pytest.mark.parametrize(
+    ("difference", "half_width", "sentence"),
+    [
+        (
+            -0.0226,
+            0.0074,
+            "nsa is ahead of full by 0.0226 nats per token of held-out loss (± 0.0074, paired 95 % interval).",
+        ),
+        (0.5, 0.1, "full is ahead of nsa by 0.5000 nats per token of held-out loss (± 0.1000, paired 95 % interval)."),
+        (
+            0.01,
+            0.02,
+            "nsa and full are level: +0.0100 nats per token of held-out loss (± 0.0200, paired 95 % interval).",
+        ),
+        (-0.01, None, "nsa is ahead of full by 0.0100 nats per token of held-out loss (without an interval)."),
+    ],
+)
+def test_who_is_ahead_by_how_much(runs, difference, half_width, sentence):
+    against = {"checkpoint": "runs/full/", "difference": difference, "half_width": half_width}
+    result = {"kind": "nsa-eval", "checkpoint": str(runs / "nsa"), "against": against}
+    (runs / "nsa" / "eval.json").write_text(json.dumps(result))
+    assert verdicts(read_sources([runs / "nsa", runs / "full"])) == [sentence]
+
+
+def test_the_page_begins_with_a_sentence_and_the_runs(tmp_path):
+    """Of the last evaluations, where no file compares them; then model, data and device."""
+    for attention in ("nsa", "full"):
+        write_run(tmp_path / attention, attention, steps=30)
+    config = json.loads((tmp_path / "nsa" / "config.json").read_text())
+    config["model"] |= {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 2}
+    config["train"]["device"] = "cuda"
+    config["data"] = {"paths": ["/data/text"], "tokenizer": "/models/bpe.model", "ids": ""}
+    (tmp_path / "nsa" / "config.json").write_text(json.dumps(config))
+    paths = [tmp_path / "nsa", tmp_path / "full"]
+    assert main([*map(str, paths), "--out", str(tmp_path / "report")]) == 0
+    page = (tmp_path / "report" / "report.html").read_text()
+    (sentence,) = verdicts(read_sources(paths))
+    assert re.match(r"(nsa|full) is ahead of (nsa|full) by 0\.\d{4} nats per token", sentence)
+    assert "nsa eval nsa --against full" in sentence
+    model = "<td>nsa</td><td>nsa, 4 layers of 256, 8 heads, 2 KV heads</td>"
+    assert f"{model}<td>text; bpe.model; context 4,096</td><td>cuda</td>" in page
+    assert page.index(sentence) < page.index("<table>") < page.index("<img")
+    (tmp_path / "nsa" / "config.json").write_text(json.dumps(config | {"fingerprint": "1"}))
+    assert "have different data" in verdicts(read_sources(paths))[0]
+
+
+def test_events_for_tensorboard(runs, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    command = [str(runs / "nsa"), str(runs / "full"), "--tensorboard", str(runs / "events")]
+    assert main(command) == 0
+    for name in ("nsa", "full"):
+        lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+        events = EventAccumulator(str(runs / "events" / name))
+        events.Reload()
+        for kind in ("train", "eval"):
+            expected = [(line["step"], pytest.approx(line["loss"])) for line in lines if line["kind"] == kind]
+            assert [(event.step, event.value) for event in events.Scalars(f"{kind}/loss")] == expected
+        assert ("train/layer 3/gate_slc" in events.Tags()["scalars"]) == (name == "nsa")
+    assert main(command) == 1 and "exists already" in capsys.readouterr().err
 
 
 def test_layers_have_their_numbers_where_others_are_dense(tmp_path):
@@ -347,7 +410,7 @@ def test_the_other_runs_are_drawn(runs, capsys, coarse):
 @pytest.fixture
 def coarse(monkeypatch):
     """Pictures of few pixels, which are soon written; closed in the end."""
-    from report.style import plt
+    from nsa.report.style import plt
 
     monkeypatch.setitem(plt.rcParams, "figure.dpi", 20)
     yield

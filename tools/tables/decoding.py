@@ -1,8 +1,13 @@
 """Decode steps and generation: `tools/gpu.sh decode`."""
 
 import re
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python" / "nsa"))  # the report without the package's torch
 
 from report.fields import cuda_decode_stages, steps_of_one_token
+
 from tables.text import fill, gpu_of, noted, read, source, table
 
 TIMES = {"median": "median", "mean": "mean", "worst": "worst", "completing": "completing a block", "warm": "warm"}

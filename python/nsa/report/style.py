@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -37,7 +38,7 @@ plt.rcParams.update(
 
 
 def figure(
-    columns: int = 1, rows: int = 1, width: float = 6.2, height: float = 4.2, **options
+    columns: int = 1, rows: int = 1, width: float = 6.2, height: float = 4.2, **options: Any
 ) -> tuple[Figure, list[Axes]]:
     """A figure and its axes in reading order."""
     fig, axes = plt.subplots(

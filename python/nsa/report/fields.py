@@ -102,21 +102,35 @@ _numbers = items(number)
 
 # ---------------------------------------------------------------------------------------------------------- run folders
 
+_SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads")
 config = record(
-    {"model": record({"attention": _text}), "train": record({"context": whole(1)})},
-    {"parameters": record({}, dict.fromkeys(("total", "phi", "gates", "extra_kv"), nullable(number)))},
+    {
+        "model": record({"attention": _text}, dict.fromkeys(_SIZES, whole(1))),
+        "train": record({"context": whole(1)}, {"device": _text}),
+    },
+    {
+        "parameters": record({}, dict.fromkeys(("total", "phi", "gates", "extra_kv"), nullable(number))),
+        "data": record({}, {"paths": items(_path), "ids": text(4096), "tokenizer": _path}),
+        "fingerprint": _text,
+    },
 )
 
 _LAYER = ("gate_cmp", "gate_slc", "gate_swa", "unforced_share", "selection_entropy", "neighbour_overlap")
 _progress = {"tokens": _count, "seconds": number, "loss": number}
+_SCALARS = ("lr", "grad_norm", "model_tflops", "noise")
 
 train_line = record(
     {**_progress, "tokens_per_second": number},
-    {"layers": nullable(items(record(dict.fromkeys(_LAYER, number), {"layer": _count}), most=_MAX_LAYERS))},
+    {
+        "step": _count,
+        **dict.fromkeys(_SCALARS, number),
+        "layers": nullable(items(record(dict.fromkeys(_LAYER, number), {"layer": _count}), most=_MAX_LAYERS)),
+    },
 )
 eval_line = record(
     _progress,
     {
+        "step": _count,
         "bits_per_byte": nullable(number),
         "loss_by_position": nullable(
             items(record({"from": _count, "to": whole(1), "loss": number, "tokens": _count}), most=1000)
@@ -267,10 +281,12 @@ def _decode(value: dict[str, Any], where: str) -> None:
             record({"result": _decode_stage})(stage, place)
 
 
+_compared = record({"checkpoint": _path, "difference": number}, {"half_width": nullable(number)})
+
 RESULTS: dict[str, Check] = {
     "nsa-bench": _bench,
     "nsa-decode": _decode,
-    "nsa-eval": record({}),  # told from other files, not drawn
+    "nsa-eval": record({}, {"checkpoint": _path, "against": _compared}),  # a sentence, no picture
     "nsa-needle": _needle,
     "nsa-inspect": _inspect,
     "nsa-recall": _recall,

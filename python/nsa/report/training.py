@@ -78,8 +78,8 @@ def speed_over_context(sources: Sources) -> Figure | None:
     if len(contexts) < 2:
         return None
     fig, (ax,) = figure(width=7.5)
-    for (label, rates), colour in zip(found.items(), colours([label.split(" ")[0] for label in found]), strict=True):
-        ax.plot(sorted(rates), [rates[context] for context in sorted(rates)], "o-", color=colour, ms=4, label=label)
+    for (label, speeds), colour in zip(found.items(), colours([label.split(" ")[0] for label in found]), strict=True):
+        ax.plot(sorted(speeds), [speeds[context] for context in sorted(speeds)], "o-", color=colour, ms=4, label=label)
     length_axis(ax, contexts)
     ax.set(xlabel="context (tokens)", ylabel="tokens per second", yscale="log", title="Training speed over context")
     for axis_format in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
@@ -97,9 +97,9 @@ def gates(sources: Sources) -> Figure | None:
     ]
     if not panels:
         for run in _selecting(sources):
-            layers = enumerate(run.train[-1]["layers"])
             means = {
-                _number(layer, i): {branch: layer[f"gate_{branch}"] for branch in BRANCH_NAMES} for i, layer in layers
+                _number(layer, i): {branch: layer[f"gate_{branch}"] for branch in BRANCH_NAMES}
+                for i, layer in enumerate(run.train[-1]["layers"])
             }
             panels.append((run.label, means))
     if not panels:
@@ -159,14 +159,16 @@ def recall(sources: Sources) -> Figure | None:
     drawn = axes[0].bar(list(bars.values()), [100 * found[key] for key in bars], color=[shades[key] for key in bars])
     axes[0].bar_label(drawn, fmt="%.1f %%")
     axes[0].axhline(100 * result["chance"], color="black", ls=":", label=f"chance, {100 * result['chance']:.1f} %")
-    axes[0].set(ylabel="recalled values (%)", ylim=(0, 108), title="Recall beyond the window")
+    axes[0].set(ylabel="recall accuracy (%)", ylim=(0, 108), title="Associative recall beyond the window")
     axes[0].legend()
     history = result.get("history") or []
     for model in ("nsa", "full"):
         line = [(h["step"], 100 * h[model]["accuracy"]) for h in history if model in h]
         if line:
             axes[1].plot(*zip(*line, strict=True), color=shades[model], label=model)
-    axes[1].set(xlabel="training step", ylabel="recalled values (%)", ylim=(0, 104), title="While they learn")
+    axes[1].set(
+        xlabel="training step", ylabel="recall accuracy (%)", ylim=(0, 104), title="Associative recall during training"
+    )
     if history:
         axes[1].legend()
     return fig

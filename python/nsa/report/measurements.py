@@ -19,8 +19,7 @@ _PASSES = {"forward": "Forward", "forward_backward": "Forward and backward"}
 
 
 def attention_time(sources: Sources) -> Figure | None:
-    """Time of one attention call over length, with the length from which NSA is faster; one row per benchmark of a
-    CPU."""
+    """Time of one call over length, with the length from which NSA is faster; a row for each benchmark of a CPU."""
     benches = [b for b in sources.of("bench") if any(r["op"] in _PASSES for r in b["results"]) and not is_gpu(b)]
     if not benches:
         return None
@@ -148,7 +147,7 @@ def recall_map(sources: Sources) -> Figure | None:
     reach = f"; the window: {result['window_size']}" if "window_size" in result else ""
     ax.set(xlabel=f"distance from pair to question (tokens{reach})", title="Associative recall by distance")
     ax.grid(visible=False)
-    fig.colorbar(image, ax=ax, label="right (%)")
+    fig.colorbar(image, ax=ax, label="recall accuracy (%)")
     return fig
 
 
@@ -166,7 +165,7 @@ def needle(sources: Sources) -> Figure | None:
         ax.set_xticks(range(len(result["lengths"])), [tokens(n) for n in result["lengths"]])
         ax.set_yticks(range(len(result["depths"])), [f"{100 * d:.0f} %" for d in result["depths"]])
         name = shown(result["checkpoint"].rstrip("/").split("/")[-1])
-        ax.set(xlabel="length of the text (tokens)", ylabel="depth of the needle", title=f"Needles found: {name}")
+        ax.set(xlabel="context length (tokens)", ylabel="needle depth", title=f"Needle retrieval: {name}")
         ax.grid(visible=False)
-        fig.colorbar(image, ax=ax, label=f"found (%), {result['samples']} samples each")
+        fig.colorbar(image, ax=ax, label=f"retrieval accuracy (%), {result['samples']} samples each")
     return fig

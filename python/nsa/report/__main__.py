@@ -1,19 +1,20 @@
-"""Draws the report: python tools/report PATH... [--out DIR]."""
+"""Draws the report: python -m nsa.report PATH... [--out DIR]."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a folder, it is no package
-
-from report.sources import read_sources
+from .sources import Sources, read_sources
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Draws the report, or writes events; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python tools/report",
+        prog="python -m nsa.report",
         description="Draws training runs and measurements as one HTML page and PNGs. What cannot be read is "
         "named on stderr and left out; the exit code is then 2.",
     )
@@ -29,16 +30,21 @@ def main(arguments: list[str] | None = None) -> int:
         "--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the report (default: report)"
     )
     parser.add_argument("--only", metavar="NAME", help="draw only this picture, without the page")
+    parser.add_argument(
+        "--tensorboard", type=Path, metavar="DIR", help="write the runs' metrics as TensorBoard's events, not a page"
+    )
     options = parser.parse_args(arguments)
     sources = read_sources(options.paths)
     for line in sources.left_out:
         _complain(line)
     if not sources.runs and not any(sources.results.values()):
         return 2
+    if options.tensorboard:
+        return _write_events(sources, options.tensorboard)
     try:
-        from report import decode, gpu, measurements, training
-        from report.page import write_page
-        from report.style import save
+        from . import decode, gpu, measurements, training
+        from .page import write_page
+        from .style import save
     except ImportError as error:
         print(f"report: {error}: pip install matplotlib", file=sys.stderr)
         return 1
@@ -134,6 +140,40 @@ def main(arguments: list[str] | None = None) -> int:
         _complain(str(error))
         return 1
     return 2 if sources.left_out else 0
+
+
+def _write_events(sources: Sources, folder: Path) -> int:
+    """A folder of events for each run: what each line of its metrics.jsonl has, at its step."""
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError as error:
+        print(f"report: {error}: pip install tensorboard", file=sys.stderr)
+        return 1
+    try:
+        for run in sources.runs:
+            place = folder / run.name
+            if place.exists():
+                raise FileExistsError(f"{place}: exists already")
+            with SummaryWriter(str(place)) as writer:
+                for kind, lines in (("train", run.train), ("eval", run.evals)):
+                    for line in lines:
+                        for name, value in _scalars(line):
+                            writer.add_scalar(f"{kind}/{name}", value, line.get("step"))
+            print(place)
+    except OSError as error:
+        _complain(str(error))
+        return 1
+    return 2 if sources.left_out else 0
+
+
+def _scalars(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in line.items():
+        if isinstance(value, int | float) and name != "step":
+            yield name, value
+    for i, layer in enumerate(line.get("layers") or []):
+        for name, value in layer.items():
+            if name != "layer":
+                yield f"layer {layer.get('layer', i)}/{name}", value
 
 
 def _complain(message: str) -> None:
