@@ -33,10 +33,10 @@ OPTIONAL = {"libsentencepiece-dev": "/usr/include/sentencepiece_processor.h", "s
 # Python packages are the dependency groups of pyproject.toml.
 EXTRA = {
     "cuda": {},
-    "docs": {},
+    "docs": {"doxygen": "/usr/bin/doxygen"},
     "lint": {"clang-tidy": "/usr/bin/clang-tidy"},
     "tsan": {"clang": "/usr/bin/clang++", "libomp-dev": "/usr/lib/llvm-*/lib/libarcher.so"},
-    "wheel": {},
+    "wheel": {"doxygen": "/usr/bin/doxygen"},
 }
 
 GB = 1e9

@@ -3,6 +3,7 @@
 import importlib
 import os
 import pkgutil
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -51,3 +52,11 @@ def test_a_place_is_on_the_page_of_its_module(places):
     for name, (_, page, anchor) in places.items():
         assert name == Path(page).stem or name.startswith(f"{Path(page).stem}."), page
         assert f'id="{anchor}"' in text[page], f"{name} is not in {page}"
+
+
+def test_the_functions_of_the_headers_have_a_place():
+    headers = sorted((Path(__file__).parents[2] / "include" / "nsa").glob("*.h"))
+    declared = {name for header in headers for name in re.findall(r"^Status (\w+)\(", header.read_text(), re.MULTILINE)}
+    inventory = InventoryFile.loads((SITE / "objects.inv").read_bytes(), uri="").data
+    functions = {name.partition("(")[0].removeprefix("nsa::") for name in inventory["cpp:function"]}
+    assert len(declared) > 20 and declared <= functions, declared - functions
