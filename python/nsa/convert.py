@@ -32,6 +32,7 @@ from .hf.conversion import (
     PRESETS,
     added_tensors,
     compare_logits,
+    layers_prefix,
     preset_options,
     sparse_config,
     targets,
@@ -39,11 +40,14 @@ from .hf.conversion import (
 from .hf.models import CAUSAL_MODELS
 
 # isort: split
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -68,6 +72,7 @@ LIMITS = {
     ("num_key_value_heads", "num_kv_heads"): (1, 1024),
     ("head_dim",): (8, 1024),
     ("intermediate_size", "ffn_size"): (1, 1 << 18),
+    ("depth",): (1, 1024),
 }
 """Sizes that the program takes, by their names in transformers and in a run."""
 
@@ -108,6 +113,9 @@ class Folder:
         if self.is_run:
             self.config = read_object(self._own(CONFIG), follow=False)
         _check_sizes(path / CONFIG, self.config["model"] if self.is_run else self.config)
+        for part in ("text_config", "vision_config"):
+            if not self.is_run and part in self.config:
+                _check_sizes(path / CONFIG, self.config[part], part)
         if not self.is_run and os.path.lexists(path / INDEX):
             index = read_object(path / INDEX)
             weight_map = index.get("weight_map")
@@ -224,8 +232,8 @@ def make_sparse(
             GenerationConfig.from_dict(read_object(src / GENERATION_CONFIG))
     with _understanding(src / CONFIG), torch.device("meta"):
         dense = kind.from_dict(folder.config)
-        _check_layers(folder, "num_hidden_layers", dense.num_hidden_layers)
-        made_dense = AutoModelForCausalLM.from_config(dense)
+        _check_layers(folder, "num_hidden_layers", dense.get_text_config().num_hidden_layers, layers_prefix(dense))
+        made_dense = getattr(transformers, architecture)(dense)
         expected = revert_weight_conversion(made_dense, made_dense.state_dict())  # files name each expert
         options = {**nsa, "share_kv": not separate_kv}
         config = sparse_config(dense, architecture, options, dense_layers)
@@ -247,7 +255,7 @@ def make_sparse(
                     tensor = folder.tensor(source, file, name)
                     tensors.update(targets(config, name, tensor))
                     if name.endswith("self_attn.q_proj.weight"):
-                        for added, value in added_tensors(config, model, seed, [int(name.split(".")[2])]):
+                        for added, value in added_tensors(model, seed, [int(name.split(".")[-4])]):
                             tensors[added] = value.to(tensor.dtype)
             save_file(tensors, made / file, metadata={"format": "pt"})
             places.update(dict.fromkeys(tensors, file))
@@ -298,7 +306,7 @@ def rename_run(folder: Folder, out: Path) -> None:
             config = (Qwen3Config if qk_norm else LlamaConfig)(**fields)
         else:
             raise ValueError(f"{src}: attention = {given['attention']}: must be nsa, full or, without qk_norm, window")
-        _check_layers(folder, "num_layers", config.num_hidden_layers)
+        _check_layers(folder, "num_layers", config.num_hidden_layers, "layers.")
         expected = kind(config).state_dict()
     config.architectures = [kind.__name__]
     with folder.open(SINGLE) as source:
@@ -312,11 +320,15 @@ def rename_run(folder: Folder, out: Path) -> None:
 
 def compare(src: Path, out: Path, lengths: list[int], seed: int) -> Iterator[dict[str, Any]]:
     """Difference between the logits of the two folders on random tokens, for each length."""
-    dense = AutoModelForCausalLM.from_pretrained(src, attn_implementation="nsa", trust_remote_code=False)
-    sparse = AutoModelForCausalLM.from_pretrained(out)
+    config = AutoConfig.from_pretrained(src, trust_remote_code=False)
+    language = config.get_text_config() is config
+    kind: Any = AutoModelForCausalLM if language else AutoModelForImageTextToText
+    attention = "nsa" if language else {"text_config": "nsa"}
+    dense = kind.from_pretrained(src, attn_implementation=attention, trust_remote_code=False)
+    sparse = kind.from_pretrained(out)
     generator = torch.Generator().manual_seed(seed)
     for length in lengths:
-        ids = torch.randint(dense.config.vocab_size, (1, length), generator=generator)
+        ids = torch.randint(config.get_text_config().vocab_size, (1, length), generator=generator)
         with torch.no_grad():
             expected, given = (model(ids, use_cache=False).logits.float() for model in (dense, sparse))
         yield {"length": length, **compare_logits(expected, given)}
@@ -391,10 +403,10 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _check_sizes(path: Path, config: Any) -> None:
+def _check_sizes(path: Path, config: Any, part: str = "model") -> None:
     """Before anything is made of these sizes."""
     if not isinstance(config, dict):
-        raise ValueError(f"{path}: model: must be an object")
+        raise ValueError(f"{path}: {part}: must be an object")
     for names, (low, high) in LIMITS.items():
         for name in names:
             value = config.get(name)
@@ -402,9 +414,9 @@ def _check_sizes(path: Path, config: Any) -> None:
                 raise ValueError(f"{path}: {name} = {shown(str(value))}: must be {low} ... {high}")
 
 
-def _check_layers(folder: Folder, field: str, num_layers: int) -> None:
+def _check_layers(folder: Folder, field: str, num_layers: int, prefix: str) -> None:
     """Before modules are made for layers that the files do not have."""
-    last = f"{'' if folder.is_run else 'model.'}layers.{num_layers - 1}."
+    last = f"{prefix}{num_layers - 1}."
     if not any(name.startswith(last) for name in folder.shapes):
         raise ValueError(f"{folder.path}: {field} = {num_layers}: the files have no layer {num_layers - 1}")
 

@@ -85,7 +85,7 @@ def sampled_divergence(
         q: (B, S, H, D) or packed (total, H, D), k_cmp and k_slc likewise with Hkv heads, none of them rotated. q and
             k_slc get no gradient.
         weights: phi of keys, in k_cmp's dtype.
-        rope: cosines and sines (positions, R / 2).
+        rope: cosines and sines (positions, R / 2), or (B, S, R / 2) of each token.
         cu_seqlens: int32 (batch + 1) of packed sequences.
         max_seqlen: an upper bound of their lengths, default the total.
         lengths: number of first rows that count in each packed sequence, integers (batch); default: all.
@@ -100,7 +100,7 @@ def sampled_divergence(
         q, k_cmp, k_slc = (t.flatten(0, 1) for t in (q, k_cmp, k_slc))
     else:
         longest = q.shape[0] if max_seqlen is None else min(max_seqlen, q.shape[0])
-        longest = longest if rope is None else min(longest, rope[0].shape[0])
+        longest = longest if rope is None or rope[0].dim() == 3 else min(longest, rope[0].shape[0])
     first = max(cfg.topk * cfg.block_size, cfg.kernel_size)  # the first query with more blocks than it selects
     if longest <= first or cu_seqlens.shape[0] < 2:
         return q.new_zeros((), dtype=_wide(q.dtype))
@@ -111,7 +111,7 @@ def sampled_divergence(
     q = q.detach()[(begin + positions).clamp(0, last_row)]
     k_cmp, k_slc = k_cmp[at_keys], k_slc.detach()[at_keys]
     if rope is not None:
-        cos, sin = (table[:longest] for table in rope)
+        rope = cos, sin = _of_sequence(rope, at_keys)
         q, k_slc = rotate(q, cos[positions], sin[positions]), rotate(k_slc, cos, sin)
     k_c = compress(k_cmp[None], weights, cfg)[0]
     return divergence(q, k_c, k_slc, positions, shares.to(_wide(q.dtype)), cfg, rope)
@@ -172,6 +172,13 @@ def _draw(begins: Tensor, lengths: Tensor, first: int, longest: int, wanted: int
     positions = first + low + ((high - low) * random[1:]).long()
     shares = (number < count) / kept
     return begin, positions.clamp(max=longest - 1), shares
+
+
+def _of_sequence(rope: Rope, rows: Tensor) -> Rope:
+    """Tables of the positions of a sequence, which is `rows` of the flattened batch."""
+    if rope[0].dim() == 2:
+        return rope[0][: rows.shape[0]], rope[1][: rows.shape[0]]
+    return rope[0].flatten(0, 1)[rows], rope[1].flatten(0, 1)[rows]
 
 
 def _group_attention(q: Tensor, k: Tensor, seen_from: Tensor, positions: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
@@ -83,6 +85,46 @@ DECODERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 def convertible(name: str, **changes: object) -> PreTrainedModel:
     """A dense model for convert(), with another head_dim than hidden_size / num_attention_heads."""
     return dense(name, **({"sliding_window": None} if name == "mistral" else {}), **changes)
+
+
+IMAGE, IMAGE_START, IMAGE_END = 90, 91, 92
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+}
+
+
+def vision_language(**changes: object) -> PreTrainedModel:
+    """A dense model of images and text in evaluation mode."""
+    special = {"image_token_id": IMAGE, "vision_start_token_id": IMAGE_START, "vision_end_token_id": IMAGE_END}
+    config = Qwen3VLConfig(
+        text_config={**SIZES, "rope_parameters": MROPE, **changes}, vision_config=VISION, video_token_id=93, **special
+    )
+    return Qwen3VLForConditionalGeneration(config).eval()
+
+
+def pictures(*rows: tuple[int, int, int, int], side: str = "left") -> dict[str, Tensor]:
+    """Inputs whose rows are text, an image of height x width merged patches, and text again."""
+    texts, patches = [], []
+    for before, height, width, after in rows:
+        image = torch.tensor([IMAGE_START, *[IMAGE] * (height * width), IMAGE_END])
+        texts.append(torch.cat((tokens(before) % IMAGE, image, tokens(after) % IMAGE)))
+        patches.append(torch.randn(4 * height * width, 3 * 2 * 4 * 4))
+    ids, mask = padded(texts, side)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "pixel_values": torch.cat(patches),
+        "image_grid_thw": torch.tensor([[1, 2 * height, 2 * width] for _, height, width, _ in rows]),
+        "mm_token_type_ids": (ids == IMAGE).int(),
+    }
 
 
 SMALL = {"kernel_size": 8, "kernel_stride": 4, "block_size": 16, "topk": 4, "window_size": 20}

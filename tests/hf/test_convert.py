@@ -11,9 +11,21 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from models import DECODERS, SMALL, convertible, dense, error, name_tied_head, padded, sparse, tokens
+from models import (
+    DECODERS,
+    SMALL,
+    convertible,
+    dense,
+    error,
+    name_tied_head,
+    padded,
+    pictures,
+    sparse,
+    tokens,
+    vision_language,
+)
 from nsa.convert import main
 from nsa.hf import convert
 from nsa.hf.conversion import compare_logits
@@ -24,7 +36,7 @@ SIZES = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
 
 def only_selection(model):
     """Gates (0, 1, 0), exactly."""
-    for layer in model.model.layers:
+    for layer in model.get_decoder().layers:
         if hasattr(layer.self_attn, "gate"):
             layer.self_attn.gate[2].bias.data = torch.tensor([-1e9, 1e9, -1e9]).repeat(8)
     return model
@@ -53,6 +65,25 @@ def test_with_the_selection_alone_a_short_text_gets_the_dense_logits(name, separ
         generated = [one.generate(ids[:1, :40], max_new_tokens=16, do_sample=False) for one in (converted, model)]
     assert torch.equal(*generated)
     assert type(model).__name__ == type(converted).__name__.removeprefix("Nsa")
+
+
+@pytest.mark.parametrize("separate_kv", [False, True])
+def test_with_the_selection_alone_a_short_text_with_an_image_gets_the_dense_logits(separate_kv, tmp_path, capsys):
+    model = vision_language()
+    model.save_pretrained(tmp_path / "dense", max_shard_size="60kB")
+    options = ["--dense-layers", "1", "--lengths", "20", *(["--separate-kv"] if separate_kv else [])]
+    assert main([str(tmp_path / "dense"), str(tmp_path / "sparse"), *SIZES, *options]) == 0
+    converted = AutoModelForImageTextToText.from_pretrained(tmp_path / "sparse")
+    expected = convert(model, nsa=SMALL, separate_kv=separate_kv, dense_layers=[1]).state_dict()
+    assert converted.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in converted.state_dict().items())
+    inputs = pictures((5, 4, 6, 9), (11, 2, 2, 20))
+    mask = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        given, expected = (one(**inputs).logits[mask] for one in (only_selection(converted), model))
+        generated = [one.generate(**inputs, max_new_tokens=20, do_sample=False) for one in (converted, model)]
+    assert error(given, expected) < 1e-5
+    assert torch.equal(*generated)
 
 
 @pytest.mark.parametrize("name", [name for name in DECODERS if name != "llama"])

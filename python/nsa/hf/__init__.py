@@ -19,6 +19,8 @@ from .configuration import (
     NsaQwen2Config,
     NsaQwen3Config,
     NsaQwen3MoeConfig,
+    NsaQwen3VLConfig,
+    NsaQwen3VLTextConfig,
 )
 from .conversion import convert
 from .models import (
@@ -42,6 +44,9 @@ from .models import (
     NsaQwen3MoeForSequenceClassification,
     NsaQwen3MoeForTokenClassification,
     NsaQwen3MoeModel,
+    NsaQwen3VLForConditionalGeneration,
+    NsaQwen3VLModel,
+    NsaQwen3VLTextModel,
 )
 from .training import NsaTrainerMixin, lora_fields
 
@@ -72,6 +77,11 @@ __all__ = [
     "NsaQwen3MoeForSequenceClassification",
     "NsaQwen3MoeForTokenClassification",
     "NsaQwen3MoeModel",
+    "NsaQwen3VLConfig",
+    "NsaQwen3VLForConditionalGeneration",
+    "NsaQwen3VLModel",
+    "NsaQwen3VLTextConfig",
+    "NsaQwen3VLTextModel",
     "NsaStaticLayer",
     "NsaTrainerMixin",
     "convert",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
-from ..cache import ROLLBACK, KVCache
+from ..cache import NAMES, ROLLBACK, KVCache
 from ..config import NSAConfig
 from ..decoding import MAX_DECODE_TOKENS, decode, prefill
 from .configuration import LAYER_TYPE, Mixin
@@ -28,6 +29,9 @@ class _NsaLayer(Mixin):
     supports_early_init = False  # its sizes come with the first step
 
     cache: KVCache | None = None
+    rotation: tuple[Tensor, Tensor] | None = None
+    """Tables (B, positions, D / 2) that rotate the cached tokens, in the first sparse layer; None: by their numbers."""
+
     empty = True  # no step has been made since there is a cache, or since the last reset
 
     def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:
@@ -35,27 +39,54 @@ class _NsaLayer(Mixin):
         raise NotImplementedError
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *, cfg: NSAConfig, tokens: Tensor | None, **inputs: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Tensor,
+        *,
+        cfg: NSAConfig,
+        tokens: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        **inputs: Any,
     ) -> Tensor:
         """Appends the tokens in front of each row and attends.
 
         Args:
             q, k, v, gates: (B, m, heads, ...), as `nsa.decode` takes them; `inputs` are what else it takes.
+            rope: as there, or tables of each row, (B, positions, D / 2).
             cfg: of a cache that is made now.
             tokens: bool (B, m), which of the new slots hold tokens; None: all.
         """
-        cache = self._append(q.shape[1], tokens, k, v, cfg)
+        new = q.shape[1]
+        cache = self._append(new, tokens, k, v, cfg)
         inputs["num_new"] = None if tokens is None else tokens.sum(1, dtype=torch.int32)
-        first, self.empty = self.empty, False
-        if q.shape[1] <= MAX_DECODE_TOKENS:
-            return decode(q, k, v, gates, cache, **inputs)
-        return prefill(q, k, v, gates, cache, first_chunk=first, **inputs)
+        step: Any = decode if new <= MAX_DECODE_TOKENS else partial(prefill, first_chunk=self.empty)
+        self.empty = False
+        if rope[0].dim() == 2:
+            return step(q, k, v, gates, cache, rope=rope, **inputs)
+        rows = [slice(row, row + 1) for row in range(cache.batch_size)]
+        return torch.cat(
+            [
+                step(
+                    *(branch[row] for branch in (q, k, v, gates)),
+                    _row(cache, row),
+                    rope=(rope[0][row][0], rope[1][row][0]),
+                    **{name: given[row] if isinstance(given, Tensor) else given for name, given in inputs.items()},
+                )
+                for row in rows
+            ]
+        )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a sparse layer is initialized by its first step")
 
     def update(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("a sparse layer of a cache takes steps; only the models of nsa.hf make them")
+
+    def _select_rotation(self, rows: Tensor) -> None:
+        if self.rotation is not None:
+            self.rotation = self.rotation[0][rows], self.rotation[1][rows]
 
     def offload(self) -> None:
         raise ValueError("cache_implementation: a sparse layer's cache cannot be offloaded")
@@ -105,7 +136,7 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
         self.slots = left
 
     def reset(self) -> None:
-        self.cache = self.seen = None
+        self.cache = self.seen = self.rotation = None
         self.slots = 0
         self.empty = True
         self.is_initialized = False
@@ -116,6 +147,7 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.cache is not None:
             self.cache.select(indices)
+            self._select_rotation(indices)
             self.seen = None if self.seen is None else self.seen[indices]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -153,6 +185,7 @@ class NsaStaticLayer(_NsaLayer, StaticLayer):  # type: ignore[misc]  # there `de
     def reset(self) -> None:
         if self.cache is not None:
             self.cache.reset()
+        self.rotation = None
         self.cumulative_length.zero_()
         self.empty = True
 
@@ -160,6 +193,7 @@ class NsaStaticLayer(_NsaLayer, StaticLayer):  # type: ignore[misc]  # there `de
         """Reorders in place, because a compiled step holds the addresses."""
         if self.cache is not None:
             self.cache.select(beam_idx)
+            self._select_rotation(beam_idx)
 
     def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:
         if k.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would have to be waited for
@@ -180,6 +214,14 @@ class NsaStaticLayer(_NsaLayer, StaticLayer):  # type: ignore[misc]  # there `de
 def _new_cache(batch: int, max_length: int, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:
     sizes = (batch, k.shape[-2], k.shape[-1], v.shape[-1], cfg)
     return KVCache(*sizes, max_length=max_length, dtype=k.dtype, device=k.device)
+
+
+def _row(cache: KVCache, row: slice) -> KVCache:
+    """One row of a cache as a cache on the same memory."""
+    of_rows = (*NAMES[4:9], *NAMES[10:])
+    tensors = [t[row] if name in of_rows else t for name, t in zip(NAMES, cache.tensors(), strict=True)]
+    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    return KVCache.from_tensors(tensors, cache.cfg, cache.max_length, **scales)
 
 
 def _rounded(length: int) -> int:

@@ -7,10 +7,20 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLTextConfig,
+    Qwen3VLVisionConfig,
+)
 
 from ..config import NSAConfig
 from ..layer import BRANCHES
@@ -26,9 +36,6 @@ OPTIONS = {**NSAConfig().__dict__, "share_kv": False, "phi": "mlp", "phi_hidden"
 
 RECIPE = {**NSAConfig.recipe().__dict__, "share_kv": True, "phi": "mlp"}
 """Fields of `nsa` in the recipe."""
-
-HEADS = ("CausalLM", "SequenceClassification", "TokenClassification")
-"""Heads of a sparse decoder, as in the names of its classes and of the Auto classes."""
 
 LOADER = "import_nsa_hf"
 """Name of the module in a saved folder whose import registers the sparse classes."""
@@ -60,8 +67,35 @@ else:
     Mixin = object
 
 
+class Loadable(Mixin):
+    """A configuration whose folder names the classes that load it."""
+
+    _heads: ClassVar[tuple[str, ...]] = ("CausalLM", "SequenceClassification", "TokenClassification")
+    _auto_heads: ClassVar[tuple[str, ...]] = _heads
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.__module__ == __name__ and hasattr(cls, "model_type"):
+            AutoConfig.register(cls.model_type, cls)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
+        """Also writes the module that `auto_map` names, so that the folder loads where nsa.hf is not imported."""
+        family = type(self).__name__.removesuffix("Config")
+        parts = {"AutoConfig": "Config", "AutoModel": "Model"}
+        parts |= {f"AutoModelFor{a}": f"For{h}" for a, h in zip(self._auto_heads, self._heads, strict=True)}
+        self.auto_map = {auto: f"{LOADER}.{family}{name}" for auto, name in parts.items()}
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{LOADER}.py").write_text(LOADER_TEXT)
+        super().save_pretrained(save_directory, *arguments, **options)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Does nothing: transformers would copy this module, without those it imports, into every saved folder."""
+
+
 @dataclass(kw_only=True)
-class Sparse(Mixin):
+class Sparse(Loadable):
     """Fields that the sparse configurations add.
 
     Fields:
@@ -84,8 +118,6 @@ class Sparse(Mixin):
     def __init_subclass__(cls, **options: Any) -> None:
         cls.__doc__ = cls.__doc__ or Sparse.__doc__  # else a dataclass gets its signature
         super().__init_subclass__(**options)
-        if cls.__module__ == __name__:
-            AutoConfig.register(cls.model_type, cls)
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_fields(kwargs)
@@ -164,7 +196,8 @@ class Sparse(Mixin):
         if kind not in ROPE_TYPES:
             allowed = f"{', '.join(ROPE_TYPES[:-1])} or {ROPE_TYPES[-1]}, whose angles do not depend on a text's length"
             raise ValueError(f"rope_parameters: rope_type = {kind!r}: must be {allowed}")
-        for name in rope.keys() - {"rope_type", "type", "truncate"}:
+        ignored = getattr(self, "ignore_keys_at_rope_validation", None) or set()
+        for name in rope.keys() - {"rope_type", "type", "truncate"} - ignored:
             value = rope[name]
             if value is None and name not in ("rope_theta", "factor"):
                 continue
@@ -208,20 +241,6 @@ class Sparse(Mixin):
         """Omits layer_types, because Trainer reads config.json without a model and would refuse the names."""
         return {name: value for name, value in super().to_dict().items() if name != "layer_types"}
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
-        """Also writes the module that `auto_map` names, so that the folder loads where nsa.hf is not imported."""
-        family = type(self).__name__.removesuffix("Config")
-        classes = {"AutoConfig": "Config", "AutoModel": "Model"} | {f"AutoModelFor{h}": f"For{h}" for h in HEADS}
-        self.auto_map = {auto: f"{LOADER}.{family}{name}" for auto, name in classes.items()}
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{LOADER}.py").write_text(LOADER_TEXT)
-        super().save_pretrained(save_directory, *arguments, **options)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Does nothing: transformers would copy this module, without those it imports, into every saved folder."""
-
     def validate_layer_type(self) -> None:
         """transformers knows a fixed list of names; `_complete` has made the list itself."""
 
@@ -252,3 +271,19 @@ class NsaQwen3Config(Sparse, Qwen3Config):
 class NsaQwen3MoeConfig(Sparse, Qwen3MoeConfig):
     model_type = "nsa_qwen3_moe"
     head_dim: int | None = None
+
+
+@strict
+class NsaQwen3VLTextConfig(Sparse, Qwen3VLTextConfig):
+    model_type = "nsa_qwen3_vl_text"
+    _heads = _auto_heads = ()
+
+
+@strict
+class NsaQwen3VLConfig(Loadable, Qwen3VLConfig):
+    """Qwen3-VL with a sparse decoder: `text_config` has the fields `nsa` and `dense_layers`."""
+
+    model_type = "nsa_qwen3_vl"
+    sub_configs_defaults: ClassVar[Any] = {"vision_config": Qwen3VLVisionConfig, "text_config": NsaQwen3VLTextConfig}
+    _heads = ("ConditionalGeneration",)
+    _auto_heads = ("ImageTextToText",)

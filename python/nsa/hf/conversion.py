@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .._arguments import check_type
 from ..config import NSAConfig
 from ..layer import BRANCHES
-from .configuration import LAYER_TYPE, Sparse
+from .configuration import LAYER_TYPE
 from .models import CAUSAL_MODELS, initial_phi
 
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {
@@ -44,7 +44,8 @@ def convert(
     """A sparse model with the weights of a dense one, which stays as it is.
 
     Args:
-        model: a LlamaForCausalLM, or that of Mistral, Qwen2 (and 2.5), Qwen3 or Qwen3Moe.
+        model: a LlamaForCausalLM, or that of Mistral, Qwen2 (and 2.5), Qwen3 or Qwen3Moe, or a
+            Qwen3VLForConditionalGeneration, whose decoder becomes sparse.
         nsa: hyperparameters that differ from the preset's, by the names of NSAConfig.
         separate_kv: each branch gets a copy of the key and value projections; else the branches share one.
         dense_layers: numbers of the layers that keep full attention.
@@ -93,7 +94,7 @@ def convert(
             if target not in parameters or value.shape != parameters[target].shape:
                 raise ValueError(f"model: {name}: {tuple(tensor.shape)}: not a tensor of the architecture")
             take(target, value)
-    for name, tensor in added_tensors(config, result, seed):
+    for name, tensor in added_tensors(result, seed):
         take(name, tensor.to(result.dtype))
     if missing:
         raise ValueError(f"model: {sorted(missing)[0]}: missing")
@@ -109,36 +110,45 @@ def preset_options(preset: str, nsa: dict[str, Any], phi: str | None) -> dict[st
     return {**made.__dict__, **nsa, "phi": default_phi if phi is None else phi}
 
 
-def sparse_config(
-    config: PreTrainedConfig, architecture: str, nsa: dict[str, Any], dense_layers: Iterable[int]
-) -> Sparse:
+def sparse_config(config: PreTrainedConfig, architecture: str, nsa: dict[str, Any], dense_layers: Iterable[int]) -> Any:
     """The configuration of the converted model. Raises ValueError for what cannot be converted."""
     if architecture not in ARCHITECTURES or type(config) is not ARCHITECTURES[architecture][0]:
         raise ValueError(f"architecture = {architecture}: must be {' or '.join(ARCHITECTURES)}")
     kept = config.to_dict()
+    decoder = kept["text_config"] if "text_config" in kept else kept
     for made in ("model_type", "architectures", "layer_types", "transformers_version"):
         kept.pop(made, None)
-    return ARCHITECTURES[architecture][1](**kept, nsa=nsa, dense_layers=list(dense_layers))
+        decoder.pop(made, None)
+    decoder |= {"nsa": nsa, "dense_layers": list(dense_layers)}
+    return ARCHITECTURES[architecture][1](**kept)
 
 
-def targets(config: Sparse, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+def layers_prefix(config: PreTrainedConfig) -> str:
+    """What the names of the decoder's layers begin with."""
+    return "model.layers." if config.get_text_config() is config else "model.language_model.layers."
+
+
+def targets(config: PreTrainedConfig, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     """Targets of a tensor of the dense model: itself, or a copy per branch."""
-    parts = name.split(".")
-    sparse = parts[:2] == ["model", "layers"] and config.layer_types[int(parts[2])] == LAYER_TYPE
-    if sparse and config.nsa and not config.nsa["share_kv"] and parts[-2] in ("k_proj", "v_proj", "k_norm"):
-        return [(".".join((*parts[:-1], branch, parts[-1])), tensor.clone()) for branch in BRANCHES]
-    return [(name, tensor)]
+    decoder, prefix, parts = config.get_text_config(), layers_prefix(config), name.split(".")
+    if not name.startswith(prefix) or decoder.nsa["share_kv"] or parts[-2] not in ("k_proj", "v_proj", "k_norm"):
+        return [(name, tensor)]
+    if decoder.layer_types[int(parts[prefix.count(".")])] != LAYER_TYPE:
+        return [(name, tensor)]
+    return [(".".join((*parts[:-1], branch, parts[-1])), tensor.clone()) for branch in BRANCHES]
 
 
 @torch.no_grad()
 def added_tensors(
-    config: Sparse, model: PreTrainedModel, seed: int, layers: Iterable[int] | None = None
+    model: PreTrainedModel, seed: int, layers: Iterable[int] | None = None
 ) -> Iterable[tuple[str, Tensor]]:
     """Gates and phi of the sparse layers (default: all), float32; `model` may be on the meta device."""
+    config: Any = model.config.get_text_config()
     for i in range(config.num_hidden_layers) if layers is None else layers:
         if config.layer_types[i] != LAYER_TYPE:
             continue
-        attention, prefix = model.model.layers[i].self_attn, f"model.layers.{i}.self_attn."
+        prefix = f"{layers_prefix(model.config)}{i}.self_attn."
+        attention: Any = model.get_submodule(prefix[:-1])
         with torch.device("cpu"), torch.random.fork_rng(devices=()):
             torch.manual_seed(seed * config.num_hidden_layers + i)
             first, last = attention.gate[0].weight.shape, attention.gate[2].weight.shape

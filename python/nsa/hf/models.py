@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     Qwen3MoeConfig,
@@ -53,13 +55,17 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeForTokenClassification,
     Qwen3MoeModel,
 )
+from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLModel,
+    Qwen3VLTextModel,
+)
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 
-from .. import reference
+from .. import functional, reference
 from ..compression import CompressionFunction, initial_compression_weights
 from ..config import CompressionWeights
-from ..functional import native_sparse_attention
 from ..layer import NativeSparseAttention
 from .configuration import (
     COLWISE,
@@ -71,9 +77,12 @@ from .configuration import (
     NsaQwen2Config,
     NsaQwen3Config,
     NsaQwen3MoeConfig,
+    NsaQwen3VLConfig,
+    NsaQwen3VLTextConfig,
     Sparse,
 )
 from .packing import Rows, offsets_of_restarts
+from .rotation import add_tokens, attention_by_token_tables
 
 
 class Layout:
@@ -82,7 +91,8 @@ class Layout:
     A plain class, into which FSDP does not look: it would cast the tables of a dataclass to the type of the parameters.
 
     Attributes:
-        tables: cosines and sines, float32 (positions, D / 2).
+        tables: cosines and sines, float32 (positions, D / 2); or (B, S, D / 2) of each token, those of a row in
+            front, with a cache (B, positions, D / 2) of each token in it.
         rows: the order of a padded batch; None: no padding.
         tokens: bool (B, S), which slots hold tokens; None: all.
         cu_seqlens: int32 offsets of padding-free sequences in the flattened batch.
@@ -157,8 +167,10 @@ class NsaAttention(NativeSparseAttention):
         if cache is None:
             if cu_seqlens is not None:
                 inputs |= {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": layout.max_seqlen}
-            eager = self.config._attn_implementation == "eager"
-            attend = reference.native_sparse_attention if eager else native_sparse_attention
+            operations = reference if self.config._attn_implementation == "eager" else functional
+            attend: Any = operations.native_sparse_attention
+            if layout.tables[0].dim() == 3:
+                attend = partial(attention_by_token_tables, operations)
             o = attend(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, **inputs)
             if self.selector_queries:
                 if q.shape[-2] < self.num_heads:
@@ -242,7 +254,7 @@ class _Sparse(Mixin):
         if cls.__module__ == __name__ and "config_class" in vars(cls):
             cls.__doc__ = cls.__bases__[0].__doc__
             cls._auto.register(cls.config_class, cls)
-            if cls._auto is AutoModelForCausalLM:
+            if cls._auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
                 CAUSAL_MODELS[cls.config_class] = cls
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: object, **__: object) -> str:
@@ -273,6 +285,7 @@ class _SparseModel(_Sparse):
 
     _auto = AutoModel
     _output: type[Any] = BaseModelOutputWithPast
+    _has_axes = False
 
     def __init__(self, config: Sparse) -> None:
         config._complete()
@@ -300,7 +313,8 @@ class _SparseModel(_Sparse):
         Args:
             attention_mask: (B, tokens seen, these included) or None. Each row is computed as if its padding were not
                 there: positions count tokens.
-            position_ids: (B or 1, S): where they restart, a sequence starts; the dense layers rotate by them.
+            position_ids: (B or 1, S): where they restart, a sequence starts; the dense layers rotate by them. With
+                three axes (3, B or 1, S), or (4, ...) behind such, all layers rotate by them.
             use_cache: default the configuration's where gradients are off, else False: a step with a cache has none.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -320,10 +334,17 @@ class _SparseModel(_Sparse):
                 held = cache.layers[i] if i < len(cache.layers) else None
                 if held is None or (kind == LAYER_TYPE) != hasattr(held, "step"):
                     raise ValueError("cache: must be made for the model: DynamicCache(config=model.config)")
+        axes = None
+        if position_ids is not None and position_ids.dim() == 3:
+            if not self._has_axes or position_ids.shape[0] not in (3, 4):
+                expected = "(B, S)" + (", (3, B, S) or (4, B, S)" if self._has_axes else "")
+                raise ValueError(f"position_ids: {tuple(position_ids.shape)}: must be {expected}")
+            axes, position_ids = position_ids[-3:], position_ids[0] if position_ids.shape[0] == 4 else None
         layout = self._layout(hidden_states, attention_mask, position_ids, cache, kwargs)
-        dense = {}
+        self._rotate_by_axes(layout, axes, hidden_states, cache)
+        dense: dict[str, Any] = {"position_embeddings": None}
         if self.config.dense_layers:
-            if position_ids is None:
+            if position_ids is None and axes is None:
                 slots = 0 if cache is None else cache.get_seq_length()
                 position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + slots)[None]
             dense["attention_mask"] = create_causal_mask(
@@ -333,10 +354,15 @@ class _SparseModel(_Sparse):
                 cache=cache,
                 position_ids=position_ids,
             )
-            dense["position_embeddings"] = self.rotary_emb(hidden_states, position_ids=position_ids)
+            turned_by = position_ids if axes is None else axes
+            dense["position_embeddings"] = self.rotary_emb(hidden_states, position_ids=turned_by)
             dense["position_ids"] = position_ids
-        for layer in self.layers:
+        deepstack: Any = kwargs.pop("deepstack_visual_embeds", None) or ()
+        images = kwargs.pop("visual_pos_masks", None)
+        for i, layer in enumerate(self.layers):
             hidden_states = layer(hidden_states, cache=cache, layout=layout, use_cache=use_cache, **dense, **kwargs)
+            if i < len(deepstack):
+                hidden_states = self._deepstack_process(hidden_states, images, deepstack[i])
         return self._output(last_hidden_state=self.norm(hidden_states), cache=cache if use_cache else None)
 
     def _layout(
@@ -377,6 +403,29 @@ class _SparseModel(_Sparse):
                 layout.cu_seqlens, longest = cu_seqlens.to(torch.int32), kwargs.get("max_length_q")
                 layout.max_seqlen = None if longest is None else int(longest)
         return layout
+
+    def _rotate_by_axes(self, layout: Layout, axes: Tensor | None, x: Tensor, cache: Cache | None) -> None:
+        """Gives `layout` the tables of each token, unless all positions are the tokens' numbers."""
+        layers: list[Any] = [] if cache is None else [layer for layer in cache.layers if hasattr(layer, "step")]
+        kept = layers[0].rotation if layers else None
+        if axes is None and kept is None:
+            return
+        (batch, length), device = x.shape[:2], x.device
+        seen = layers[0].cache.cache_seqlens[:, None] if layers and layers[0].cache is not None else 0
+        number = (seen + torch.arange(length, device=device)).expand(batch, -1)
+        axes = number.expand(3, -1, -1) if axes is None else axes.to(device).expand(-1, batch, -1)
+        is_token = torch.ones_like(number, dtype=torch.bool)
+        if layout.rows is not None:
+            axes = torch.stack([layout.rows.front(axis) for axis in axes])
+            is_token = torch.arange(length, device=device) < layout.rows.count[:, None]
+        if kept is None and not torch.compiler.is_compiling() and bool(((axes == number) | ~is_token).all()):
+            return
+        like = torch.empty(0, dtype=torch.float32, device=device)
+        cos, sin = (t[..., : t.shape[-1] // 2] for t in self.rotary_emb(like, position_ids=axes))
+        if cache is not None:
+            at = number.where(is_token, layout.tables[0].shape[0])
+            cos, sin = layers[0].rotation = add_tokens(kept, layout.tables, (cos, sin), at)
+        layout.tables = cos, sin
 
     @torch.inference_mode(False)  # cached tensors must do for training, too
     @torch.no_grad()
@@ -503,6 +552,30 @@ class NsaQwen3MoeForSequenceClassification(_SparseForSequenceClassification, Qwe
 
 class NsaQwen3MoeForTokenClassification(_SparseForTokenClassification, Qwen3MoeForTokenClassification):
     config_class = NsaQwen3MoeConfig
+
+
+class NsaQwen3VLTextModel(_SparseModel, Qwen3VLTextModel):
+    config_class = NsaQwen3VLTextConfig
+    _has_axes = True
+
+
+class _VisionLanguage(_Sparse):
+    """Images and text: transformers' model, whose decoder is sparse."""
+
+    _auto: Any = AutoModel
+    _supports_sdpa = True
+
+    def _check_and_adjust_attn_implementation(self, *arguments: Any, **options: Any) -> Any:
+        return super(_Sparse, self)._check_and_adjust_attn_implementation(*arguments, **options)
+
+
+class NsaQwen3VLModel(_VisionLanguage, Qwen3VLModel):
+    config_class = NsaQwen3VLConfig
+
+
+class NsaQwen3VLForConditionalGeneration(_VisionLanguage, Qwen3VLForConditionalGeneration):
+    config_class = NsaQwen3VLConfig
+    _auto = AutoModelForImageTextToText
 
 
 def initial_phi(phi: CompressionFunction) -> Iterator[tuple[str, Tensor]]:

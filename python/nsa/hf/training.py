@@ -16,7 +16,9 @@ from .configuration import Mixin
 
 
 def lora_fields(model: nn.Module) -> dict[str, Any]:
-    """Fields of PEFT's LoraConfig that adapt the linear layers of a sparse model and train its phi::
+    """Fields of PEFT's LoraConfig that adapt the linear layers of a sparse model and train its phi.
+
+    Give them to it as keywords::
 
         peft.get_peft_model(model, peft.LoraConfig(r=16, **nsa.hf.lora_fields(model)))
 
