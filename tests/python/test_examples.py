@@ -54,6 +54,14 @@ def test_llama():
     assert len(re.search(r"generated: \[(.*)\]", printed)[1].split(",")) == 8
 
 
+def test_images():
+    pytest.importorskip("transformers", minversion="5.24")
+    printed = run("images.py")
+    losses = [float(loss) for loss in re.findall(r"step +\d+: ([\d.]+) nats", printed)]
+    assert len(losses) == 3 and losses[-1] < 0.3  # ln 8 is 2.1
+    assert int(re.search(r"right colours: (\d+)%", printed)[1]) > 90
+
+
 def test_fsdp():
     printed = run("fsdp.py", by=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
     assert "q_proj: (64, 32), on this rank (32, 32)" in printed
