@@ -282,3 +282,15 @@ def test_without_transformers_one_line_says_what_to_install(module):
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     last = run.stderr.strip().splitlines()[-1]
     assert last == "ImportError: nsa.hf needs transformers 5.24 or newer: pip install 'transformers>=5.24'"
+
+
+def test_an_older_transformers_has_the_configurations_alone():
+    program = (
+        "import transformers; transformers.__version__ = '5.19.0'; import nsa.hf; print(*nsa.hf.__all__);"
+        "from nsa.hf import NsaLlamaModel"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert {"NsaLlamaConfig", "NsaQwen3Config"} <= {*run.stdout.split()}
+    assert all(name.endswith("Config") for name in run.stdout.split())
+    message = "nsa.hf.NsaLlamaModel needs transformers 5.24 or newer: 5.19.0 has configurations alone"
+    assert run.stderr.strip().splitlines()[-1] == f"ImportError: {message}"
