@@ -54,7 +54,7 @@ def install_wheel(session: nox.Session, torch: str, *more: str) -> None:
 def outside_of_the_tree(session: nox.Session) -> None:
     folder = Path(session.create_tmp()) / "outside"
     shutil.rmtree(folder, ignore_errors=True)
-    for part in ("examples", "tests"):
+    for part in ("bench", "examples", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", folder)
     session.chdir(folder)
@@ -138,6 +138,7 @@ def vllm(session: nox.Session, version: str) -> None:
     kept = [line for line in lines if re.split(r"[ <>=!~;\[]", line)[0].lower() not in VLLM_LEAVES_OUT]
     session.install(*kept)
     outside_of_the_tree(session)
+    session.env["NSA_VLLM_MODELS"] = str(ROOT / "build/nox/vllm-models")  # the first version's tests make them for all
     session.run(*"python -m pytest -q -p no:cacheprovider".split(), *(session.posargs or ["tests/vllm"]))
 
 

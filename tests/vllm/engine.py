@@ -1,8 +1,13 @@
-"""Tiny models, their answers by nsa.hf, and vLLM's engine in this process."""
+"""Tiny models, their answers by nsa.hf, and vLLM's engine in this process.
+
+Both are kept in the folder NSA_VLLM_MODELS, if that is given: some versions of vLLM want a transformers that is too old
+for the models of nsa.hf, and find there what another version's tests have left.
+"""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,30 +44,39 @@ SIZES = {
 PAPER = {"topk": 4, "window_size": 64, "share_kv": True}
 RECIPE = {"kernel_size": 8, "kernel_stride": 8, "block_size": 32, "topk": 6, "window_size": 64, "share_kv": True}
 PARTIAL = {"rope_type": "proportional", "rope_theta": 500000.0, "partial_rotary_factor": 0.5}
-MODELS: dict[str, tuple[type, dict[str, Any]]] = {
-    "paper": (nsa.hf.NsaLlamaForCausalLM, {"nsa": PAPER}),
-    "recipe": (nsa.hf.NsaLlamaForCausalLM, {"nsa": RECIPE}),
-    "partial": (nsa.hf.NsaLlamaForCausalLM, {"nsa": RECIPE, "rope_parameters": PARTIAL, "dense_layers": [0]}),
-    "dense": (nsa.hf.NsaLlamaForCausalLM, {"nsa": PAPER, "dense_layers": [1]}),
-    "qwen3": (nsa.hf.NsaQwen3ForCausalLM, {"nsa": {**RECIPE, "phi_per_kv_head": True}, "dense_layers": [1]}),
-    "echo": (nsa.hf.NsaLlamaForCausalLM, {"nsa": RECIPE, "initializer_range": 0.06}),  # repeats itself
-    "separate": (nsa.hf.NsaLlamaForCausalLM, {"nsa": {**RECIPE, "share_kv": False}}),
+MODELS: dict[str, dict[str, Any]] = {
+    "paper": {"nsa": PAPER},
+    "recipe": {"nsa": RECIPE},
+    "partial": {"nsa": RECIPE, "rope_parameters": PARTIAL, "dense_layers": [0]},
+    "dense": {"nsa": PAPER, "dense_layers": [1]},
+    "qwen3": {"nsa": {**RECIPE, "phi_per_kv_head": True}, "dense_layers": [1]},
+    "echo": {"nsa": RECIPE, "initializer_range": 0.06},  # repeats itself
+    "separate": {"nsa": {**RECIPE, "share_kv": False}},
 }
 
 
-def save_model(name: str, folder: Path) -> Path:
-    """A random model whose gates and φ are not at their start."""
+def save_model(name: str, root: Path) -> Path:
+    """Folder of a random model whose gates and φ are not at their start; made if it is missing."""
+    folder = root / name
+    if (folder / "model.safetensors").exists():
+        return folder
+    if name not in MODELS:
+        from vllm_serve import make_model
+
+        make_model(str(folder))
+        return folder
+    family = "Qwen3" if name == "qwen3" else "Llama"
     torch.manual_seed(0)
-    kind, fields = MODELS[name]
-    model = kind(kind.config_class(**{**SIZES, **fields})).eval()
+    config = getattr(nsa.hf, f"Nsa{family}Config")(**{**SIZES, **MODELS[name]})
+    model = getattr(nsa.hf, f"Nsa{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if ".gate.2." in key:
                 parameter.normal_(0, 0.5)
             elif ".phi_" in key:
                 parameter.add_(0.02 * torch.randn_like(parameter))
-    model.save_pretrained(folder / name)
-    return folder / name
+    model.save_pretrained(folder)
+    return folder
 
 
 class Answer(NamedTuple):
@@ -74,9 +88,17 @@ class Answer(NamedTuple):
 
 def answers(folder: Path, prompts: list[list[int]], new: int) -> list[Answer]:
     """By nsa.hf, each prompt alone."""
-    model = MODELS[folder.name][0].from_pretrained(folder).eval()
+    file = folder / f"{hashlib.sha256(repr((prompts, new)).encode()).hexdigest()[:16]}.pt"
+    if not file.exists():
+        torch.save([tuple(answer) for answer in _answers(folder, prompts, new)], file)
+    return [Answer(*answer) for answer in torch.load(file)]
+
+
+def _answers(folder: Path, prompts: list[list[int]], new: int) -> Iterator[Answer]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     model.generation_config.eos_token_id = None
-    found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(
@@ -88,8 +110,7 @@ def answers(folder: Path, prompts: list[list[int]], new: int) -> list[Answer]:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        found.append(Answer(out.sequences[0, len(prompt) :].tolist(), out.logits[0][0].log_softmax(-1)))
-    return found
+        yield Answer(out.sequences[0, len(prompt) :].tolist(), out.logits[0][0].log_softmax(-1))
 
 
 def prompts_of(lengths: list[int], shared: int = 0, seed: int = 1) -> list[list[int]]:

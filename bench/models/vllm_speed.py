@@ -1,0 +1,343 @@
+#!/usr/bin/env python3
+"""vLLM with a sparse Llama beside vLLM's dense one, of 1.4 billion random parameters in bfloat16, on one GPU.
+
+    python bench/models/vllm_speed.py --json bench/results/vllm.json        # five minutes on an H200
+    python bench/models/vllm_speed.py --tiny --json /tmp/vllm.json          # on a CPU, to try the program
+
+Each part is a process of its own with an engine of its own. CUDA graphs are on, keys and values have the same memory.
+
+    tokens    greedy tokens of 32 prompts of 100 to 40000 tokens beside those of nsa.hf, each prompt alone, with
+              NSA_BATCH_INVARIANT=1: how many are equal, and how far apart the two log-probabilities are where not
+    dense, sparse
+              ms of a decode step and output tokens/s at batch and length, ms to the first token, tokens that fit
+    rest      ms of a decode step of the sparse model without its attention
+    operator  ms of decode_paged in all layers of a decode step, as one CUDA graph
+
+`ratios` has what these say together. A part that fails leaves its error in the JSON, and the exit code is 1.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+
+PARTS = ("tokens", "dense", "sparse", "rest", "operator")
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--json", required=True, metavar="FILE", help="results")
+parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
+parser.add_argument("--tiny", action="store_true", help="a small model in float32, without CUDA graphs")
+parser.add_argument("--runner", choices=("1", "2"), help="model runner of vLLM, default its own choice")
+parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="most time of a part")
+parser.add_argument("--work", help=argparse.SUPPRESS)
+OPTIONS = parser.parse_args()
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+if OPTIONS.runner:
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(OPTIONS.runner) - 1)
+TINY = OPTIONS.tiny
+if TINY:
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+
+BLOCKS = {"kernel_size": 8, "kernel_stride": 8, "block_size": 32, "topk": 6 if TINY else 32, "share_kv": True}
+BLOCKS["window_size"] = 64 if TINY else 512
+SHAPE = {
+    "vocab_size": 512 if TINY else 32000,
+    "hidden_size": 128 if TINY else 2048,
+    "intermediate_size": 256 if TINY else 8192,
+    "num_hidden_layers": 2 if TINY else 16,
+    "num_attention_heads": 8 if TINY else 64,
+    "num_key_value_heads": 2 if TINY else 4,
+    "head_dim": 32 if TINY else 128,
+    "max_position_embeddings": 131072,
+    "initializer_range": 0.2 if TINY else 0.02,
+}
+SMALL = SHAPE | ({} if TINY else {"num_hidden_layers": 4, "vocab_size": 4096, "initializer_range": 0.05})  # of `tokens`
+CASES = [(1, 64), (4, 64), (4, 128)] if TINY else [(1, 8192), (8, 8192), (32, 8192), (32, 65536)]
+PAGE = 64 if TINY else 128
+NEW = 4 if TINY else 64
+PROMPTS = [5, 40, 100] if TINY else [round(100 * 400 ** (i / 31)) for i in range(32)]
+
+
+def prompts_of(lengths: list[int], vocabulary: int, seed: int) -> list[list[int]]:
+    """Random tokens."""
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (length,), generator=draw).tolist() for length in lengths]
+
+
+def engine(folder: Path, longest: int, **more: object) -> object:
+    """vllm.LLM with CUDA graphs of whole decode steps."""
+    from vllm import LLM
+
+    options: dict = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "block_size": PAGE,
+        "max_model_len": longest,
+        "max_num_seqs": max(batch for batch, _ in CASES),
+        "max_num_batched_tokens": 256 if TINY else 8192,
+        "dtype": "float32" if TINY else "bfloat16",
+    }
+    if TINY:
+        options |= {"enforce_eager": True}
+    else:
+        sizes = sorted({batch for batch, _ in CASES})
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+        options |= {"kv_cache_memory_bytes": 96 << 30, "compilation_config": graphs}
+    return LLM(**(options | more))
+
+
+def generate(llm: object, prompts: list[list[int]], new: int, **sampling: object) -> list:
+    """Outputs of greedy generation."""
+    from vllm import SamplingParams
+
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    options = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "detokenize": False, **sampling}
+    return llm.generate(given, SamplingParams(**options), use_tqdm=False)
+
+
+def make_configs(work: Path) -> None:
+    """Folders of the two models, whose weights vLLM draws, and of a saved one for `tokens`."""
+    import torch
+    from transformers import LlamaConfig
+
+    from nsa.hf import NsaLlamaConfig, NsaLlamaForCausalLM
+
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    for name, config in (
+        ("dense", LlamaConfig(**SHAPE, rope_parameters=rope)),
+        ("sparse", NsaLlamaConfig(**SHAPE, rope_parameters=rope, nsa=BLOCKS)),
+    ):
+        config.architectures = [f"{'Nsa' if name == 'sparse' else ''}LlamaForCausalLM"]
+        config.save_pretrained(work / name)
+    torch.manual_seed(0)
+    model = NsaLlamaForCausalLM(NsaLlamaConfig(**SMALL, rope_parameters=rope, nsa=BLOCKS))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".gate.2." in name:
+                parameter.normal_(0, 0.5)
+    model.to(torch.float32 if TINY else torch.bfloat16).save_pretrained(work / "saved")
+
+
+def tokens(work: Path) -> dict:
+    """Greedy tokens beside those of nsa.hf."""
+    import torch
+
+    from nsa.hf import NsaLlamaForCausalLM
+
+    device = "cpu" if TINY else "cuda"
+    prompts = prompts_of(PROMPTS, SMALL["vocab_size"], 1)
+    model = NsaLlamaForCausalLM.from_pretrained(work / "saved", dtype="auto").to(device).eval()
+    model.generation_config.eos_token_id = None
+    truth = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=device)
+        more = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
+        out = model.generate(ids, max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True, **more)
+        truth.append(
+            (out.sequences[0, len(prompt) :].tolist(), [x[0].float().log_softmax(-1).cpu() for x in out.logits])
+        )
+    del model
+    differ = []
+    for prompt, output, (expected, logprobs) in zip(
+        prompts, generate(engine(work / "saved", max(PROMPTS) + NEW + 1), prompts, NEW), truth, strict=True
+    ):
+        found = list(output.outputs[0].token_ids)
+        if found != expected:
+            at = next(i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
+            margin = float(logprobs[at][expected[at]] - logprobs[at][found[at]])
+            differ.append({"prompt_tokens": len(prompt), "at": at, "margin_nats": margin})
+    return {"prompts": len(prompts), "equal": len(prompts) - len(differ), "differences": differ}
+
+
+def speed(work: Path, name: str) -> dict:
+    """Decode steps and first tokens of one model."""
+    longest = max(length for _, length in CASES) + 2 * NEW
+    backend = {} if TINY or name == "sparse" else {"attention_backend": "FLASH_ATTN"}
+    llm = engine(work / name, longest, load_format="dummy", **backend)
+    config = llm.llm_engine.vllm_config.cache_config
+    found: dict = {"tokens_that_fit": config.num_gpu_blocks * PAGE, "decode": [], "first_token": []}
+
+    def seconds(prompts: list[list[int]], new: int) -> float:
+        begin = time.perf_counter()
+        generate(llm, prompts, new)
+        return time.perf_counter() - begin
+
+    seconds(prompts_of([CASES[0][1]] * 2, SHAPE["vocab_size"], 2), 4)  # warm
+    for length in sorted({length for _, length in CASES}):
+        batches = sorted(batch for batch, of in CASES if of == length)
+        prompts = prompts_of([length] * batches[-1], SHAPE["vocab_size"], length)
+        first = [seconds([prompts[0]], 1)]
+        if length < 32768:  # others repeat the figure with prompts of their own
+            first += [seconds([prompt], 1) for prompt in prompts_of([length] * 2, SHAPE["vocab_size"], length + 1)]
+        found["first_token"].append({"length": length, "ms": 1e3 * statistics.median(first)})
+        generate(llm, prompts, 1)  # fills the prefix cache
+        for batch in batches:
+            short, long = (min(seconds(prompts[:batch], new) for _ in range(2)) for new in (1, 1 + NEW))
+            step = (long - short) / NEW
+            found["decode"].append({"batch": batch, "length": length, "ms": 1e3 * step, "tokens_per_s": batch / step})
+    return found
+
+
+def rest(work: Path) -> dict:
+    """The sparse model's decode step with nothing in the place of its attention."""
+    from nsa.vllm import _attention
+
+    _attention.NsaImpl.forward = lambda self, layer, q, k, v, cache, metadata, output, *_, **__: output.zero_()
+    return {"decode": speed(work, "sparse")["decode"]}
+
+
+def operator(work: Path) -> dict:
+    """decode_paged of all layers on memory of its own."""
+    import torch
+
+    import nsa
+    from nsa.serving import decode_paged
+    from nsa.vllm._attention import PageLayout
+
+    device, dtype = ("cpu", torch.float32) if TINY else ("cuda", torch.bfloat16)
+    names = ("kernel_size", "kernel_stride", "block_size", "topk", "window_size")
+    cfg = nsa.NSAConfig(**{name: BLOCKS[name] for name in names})
+    heads, kv_heads, dim = (SHAPE[f"{name}"] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    layout = PageLayout(cfg, PAGE, kv_heads, dim)
+    phi = [nsa.CompressionFunction("mlp", cfg.kernel_size, dim).to(device)(dtype) for _ in "kv"]
+    made = []
+    for batch, length in CASES:
+        pages = -(-(length + 1) // PAGE)
+        memory = [
+            torch.randn(batch * pages + 1, PAGE * kv_heads * 2 * layout.head_size, device=device, dtype=dtype)
+            for _ in range(SHAPE["num_hidden_layers"])
+        ]
+        table = torch.arange(1, batch * pages + 1, dtype=torch.int32, device=device).view(batch, pages)
+        q = torch.randn(batch, heads, dim, device=device, dtype=dtype)
+        k, v = torch.randn(2, batch, kv_heads, dim, device=device, dtype=dtype)
+        angles = torch.ones(length + 1, dim // 2, device=device)
+        arguments = {
+            "cfg": cfg,
+            "query_start_loc": torch.arange(batch + 1, dtype=torch.int32, device=device),
+            "seq_lens": torch.full((batch,), length + 1, dtype=torch.int32, device=device),
+            "block_table": table,
+            "block_table_cmp": table.repeat_interleave(PAGE // layout.raw_slots, 1),
+            "max_query_len": 1,
+            "overflow": torch.zeros(1, dtype=torch.int32, device=device),
+            "weights_k": phi[0],
+            "weights_v": phi[1],
+            "rope": (angles, angles),
+            "rotated": True,
+            "out": torch.empty_like(q),
+        }
+        gates = torch.rand(batch, heads, 3, device=device, dtype=dtype)
+
+        layers = [layout.views(x) for x in memory]
+
+        def step(layers: list = layers, inputs: tuple = (q, k, v, gates), arguments: dict = arguments) -> None:
+            for layer in layers:
+                decode_paged(*inputs, layer, **arguments)
+
+        made.append({"batch": batch, "length": length, "ms": milliseconds(step, device)})
+        del memory, layers, step
+    return {"decode": made}
+
+
+def milliseconds(step: object, device: str) -> float:
+    """Median of a step: on a GPU of its replay as a CUDA graph."""
+    import torch
+
+    step()
+    if device == "cpu":
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            step()
+            times.append(1e3 * (time.perf_counter() - begin))
+        return statistics.median(times)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(21)]
+    for event in events:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events))
+
+
+def ratios(parts: dict) -> dict:
+    """The figures that two parts give together; those of parts that did not run are left out."""
+
+    def of(part: str, what: str) -> dict:
+        return {(row.get("batch"), row["length"]): row["ms"] for row in parts.get(part, {}).get(what, ())}
+
+    found: dict = {}
+    sparse, dense, others, alone = (of(part, "decode") for part in ("sparse", "dense", "rest", "operator"))
+    for key in sparse.keys() & dense.keys():
+        found[f"output tokens/s over dense, {key[0]} x {key[1]}"] = dense[key] / sparse[key]
+    for key in sparse.keys() & others.keys() & alone.keys():
+        found[f"decode step over rest and operator, {key[0]} x {key[1]}"] = sparse[key] / (others[key] + alone[key])
+    first, dense_first = of("sparse", "first_token"), of("dense", "first_token")
+    for key in first.keys() & dense_first.keys():
+        found[f"time to first token, dense over sparse, {key[1]}"] = dense_first[key] / first[key]
+    fit = [parts.get(part, {}).get("tokens_that_fit") for part in ("sparse", "dense")]
+    if all(fit):
+        found["tokens that fit, sparse over dense"] = fit[0] / fit[1]
+    return dict(sorted(found.items()))
+
+
+def main() -> None:
+    """Runs the parts one by one."""
+    found: dict = {"date": str(date.today()), "host": platform.node(), "command": " ".join(sys.argv), "parts": {}}
+    failed = False
+    with tempfile.TemporaryDirectory() as work:
+        make_configs(Path(work))
+        for part in OPTIONS.parts:
+            command = [sys.executable, __file__, *sys.argv[1:], "--parts", part, "--work", work]
+            environment = os.environ | ({"NSA_BATCH_INVARIANT": "1"} if part == "tokens" else {})
+            begin = time.monotonic()
+            log = Path(work, f"{part}.log")
+            with log.open("w") as out:
+                try:
+                    code = subprocess.run(
+                        command, stdout=out, stderr=out, env=environment, timeout=OPTIONS.limit
+                    ).returncode
+                except subprocess.TimeoutExpired:
+                    code = "time limit"
+            result = Path(work, f"{part}.json")
+            if code == 0:
+                found["parts"][part] = json.loads(result.read_text())
+            else:
+                failed = True
+                found["parts"][part] = {"error": f"{code}: {log.read_text(errors='replace')[-2000:]}"}
+            print(
+                f"{part}: {'ok' if code == 0 else found['parts'][part]['error']}, {time.monotonic() - begin:.0f} s",
+                flush=True,
+            )
+            found["ratios"] = ratios(found["parts"])
+            Path(OPTIONS.json).write_text(json.dumps(found, indent=1) + "\n")
+    for name, value in found["ratios"].items():
+        print(f"{value:8.3f}  {name}")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    if not OPTIONS.work:
+        main()
+    else:
+        (part,) = OPTIONS.parts
+        folder = Path(OPTIONS.work)
+        made = speed(folder, part) if part in ("dense", "sparse") else globals()[part](folder)
+        Path(folder, f"{part}.json").write_text(json.dumps(made))
+        os._exit(0)  # not what the engine does at its end
