@@ -15,98 +15,72 @@ TIMES |= {"layer": "chained", "floor": "its bytes", "dense_floor": "dense attent
 
 
 def decode():
-    results = [read(name) for name in ("decode.json", "decode_h100.json")]
+    result = read("decode.json")
+    stages = cuda_decode_stages(result)
     yield "## Decode steps"
-    yield from sources(results, cuda_decode_stages(results[0])["decode"]["problem"])
-    yield from decode_steps(results)
-    yield from other_steps(results)
+    yield source(gpu_of(result), result, stages["decode"]["problem"], "Microseconds.")
+    yield from decode_steps(result, stages)
+    yield from other_steps(stages)
     yield "### Against dense attention and flash_nsa"
-    yield from against_peers(results)
+    yield from against_peers(result)
     yield "![time of a decode step over the context, NSA, flash_nsa, dense attention and bytes](images/decode_time.png)"
     yield "### Generation"
-    for result in results:
-        yield from generate_speed(result)
+    yield from generate_speed(result)
     yield "![tokens per second of generation over the context](images/generate_speed.png)"
 
 
-def card(result):
-    """H200, H100."""
-    return result["gpu"].split()[1]
-
-
-def sources(results, problem):
-    """The lines above the tables of both GPUs, which are of one command."""
-    told = "; ".join(f"{gpu_of(result)}, {result['date']}, commit {result['commit']}" for result in results)
-    commands = dict.fromkeys(result["command"] for result in results)
-    yield fill(f"{told}: {problem}.") + "\n\n" + "\n".join(f"    {command}" for command in commands)
-
-
-def decode_steps(results):
-    stages = [cuda_decode_stages(result) for result in results]
+def decode_steps(result, stages):
     yield fill(
-        f"Microseconds of one step at {stages[0]['decode']['context']} tokens of context. A CUDA graph is replayed "
+        f"One step at {stages['decode']['context']} tokens of context. A CUDA graph is replayed "
         "while lengths grow, L2 flushed before each replay. Median, mean and worst are of 48 steps. Completing a "
         "block: median of the steps that complete a compression block. Warm: without flushing. Chained: one of 32 "
         "steps in a graph, each with its own cache. Bytes: time of a copy of the bytes that the step, or dense "
         "attention, has to read. Where the time goes: [findings](findings/decoding/two_kernels.md)."
     )
-    rows = [["GPU", "sequences", *TIMES.values(), "kernels", "workspace, MiB"]]
-    for result, found in zip(results, stages, strict=True):
-        layers = {times["batch"]: times["layer"] for times in found["decode_layers"]["steps"]}
-        for times in found["decode"]["steps"]:
-            times = times | {"layer": layers.get(times["batch"])}
-            cells = ("" if times.get(name) is None else f"{times[name]:.0f}" for name in TIMES)
-            counts = [str(times["launches"]), f"{times['workspace_mib']:.1f}"]
-            rows.append([card(result), str(times["batch"]), *cells, *counts])
+    rows = [["sequences", *TIMES.values(), "kernels", "workspace, MiB"]]
+    layers = {times["batch"]: times["layer"] for times in stages["decode_layers"]["steps"]}
+    for times in stages["decode"]["steps"]:
+        times = times | {"layer": layers.get(times["batch"])}
+        cells = ("" if times.get(name) is None else f"{times[name]:.0f}" for name in TIMES)
+        rows.append([str(times["batch"]), *cells, str(times["launches"]), f"{times['workspace_mib']:.1f}"])
     yield table(rows)
-    for result in results:
-        yield from noted(result["stages"]["decode"])
+    yield from noted(result["stages"]["decode"])
 
 
-def other_steps(results):
-    """Medians and bytes of a case on each GPU, a row for each case."""
-    cases = {}
-    for result in results:
-        stages = cuda_decode_stages(result)
-        default = stages["decode"]
-        for found in stages.values():
-            if found["layers"] or found is default:
-                continue
-            if found["context"] != default["context"] and not found["ragged"]:  # in the next table
-                continue
-            context = f"1024 … {2 * found['context']}" if found["ragged"] else str(found["context"])
-            dims = re.search(r" (D=\S+)", found["problem"])[1]
-            other = "" if dims in default["problem"].split() else f", {dims}"
-            for times in found["steps"]:
-                case = (context, str(times["batch"]), str(times["new"]), found["selection"], times["cache"] + other)
-                cases.setdefault(case, {})[card(result)] = [f"{times[name]:.0f}" for name in ("median", "floor")]
-    cards = [card(result) for result in results]
-    names = [f"{name}{what}" for name in cards for what in ("", ", its bytes")]
-    rows = [["context", "sequences", "new tokens", "blocks", "cache", *names]]
-    rows += [[*case, *(cell for name in cards for cell in found.get(name, ["", ""]))] for case, found in cases.items()]
+def other_steps(stages):
+    """Medians and bytes, a row for each case."""
+    default = stages["decode"]
+    rows = [["context", "sequences", "new tokens", "blocks", "cache", "median", "its bytes"]]
+    for found in stages.values():
+        if found["layers"] or found is default:
+            continue
+        if found["context"] != default["context"] and not found["ragged"]:  # in the next table
+            continue
+        context = f"1024 … {2 * found['context']}" if found["ragged"] else str(found["context"])
+        dims = re.search(r" (D=\S+)", found["problem"])[1]
+        other = "" if dims in default["problem"].split() else f", {dims}"
+        for times in found["steps"]:
+            case = [context, str(times["batch"]), str(times["new"]), found["selection"], times["cache"] + other]
+            rows.append([*case, *(f"{times[name]:.0f}" for name in ("median", "floor"))])
     yield "Other cases, medians; other lengths are in the next table:"
     yield table(rows)
 
 
-def against_peers(results):
-    dense, peer = (results[0]["stages"][name] for name in ("decode_dense", "peer_decode"))
+def against_peers(result):
+    stages = result["stages"]
+    dense, peer = stages["decode_dense"], stages["peer_decode"]
     yield fill(
-        f"Microseconds of one step of one token, from the same runs (torch {peer['result']['torch']}). Dense attention "
+        f"Microseconds of one step of one token, from the same run (torch {peer['result']['torch']}). Dense attention "
         "is the fastest of cuDNN over all keys, cuDNN over 4, 16 or 64 splits of them, and FlashAttention-2 and 3. Its "
         "caches are contiguous, and no keys are copied for the heads of a group (`bench/peers/dense_decode.py`). "
         f"flash_nsa ({peer['result']['flash_nsa'][:7]}) has φ = mean and pages of 128 (`bench/peers/peer_decode.py`)."
     )
-    for result in results:
-        stages = result["stages"]
-        times = {"NSA": {which: step["median"] for which, step in steps_of_one_token(result).items()}}
-        times["dense"] = {
-            (s["batch"], s["context"]): s["us"][s["best"]] for s in stages["decode_dense"]["result"]["steps"]
-        }
-        times["flash_nsa"] = {(s["batch"], s["context"]): s["us"] for s in stages["peer_decode"]["result"]["steps"]}
-        times["NSA"] = {which: us for which, us in times["NSA"].items() if which in times["dense"]}
-        others = [name for name in times if name != "NSA"]
-        ratios = {f"{name} / NSA": (name, "NSA") for name in others}
-        yield compared(times, ratios, f"{card(result)}, sequences")
+    times = {"NSA": {which: step["median"] for which, step in steps_of_one_token(result).items()}}
+    times["dense"] = {(s["batch"], s["context"]): s["us"][s["best"]] for s in dense["result"]["steps"]}
+    times["flash_nsa"] = {(s["batch"], s["context"]): s["us"] for s in peer["result"]["steps"]}
+    times["NSA"] = {which: us for which, us in times["NSA"].items() if which in times["dense"]}
+    ratios = {f"{name} / NSA": (name, "NSA") for name in times if name != "NSA"}
+    yield compared(times, ratios, "sequences")
     for stage in (dense, peer):
         yield from noted(stage)
 
