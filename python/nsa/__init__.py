@@ -1,7 +1,7 @@
 """Native Sparse Attention (arXiv 2502.11089) for PyTorch."""
 
 from . import _flops as _flops
-from . import parallel, reference, serving
+from . import parallel, reference, replay, serving
 from ._backends import Backend, backends, describe_backends, device_count, use_backend
 from ._registration import ops as _ops
 from .cache import ROLLBACK, KVCache
@@ -50,6 +50,7 @@ __all__ = [
     "parameter_groups",
     "prefill",
     "reference",
+    "replay",
     "rotary_tables",
     "rotate",
     "select_blocks",

@@ -62,6 +62,7 @@ class KVCache:
         k_scale, v_scale: of torch.float8_e4m3fn, a number, at least 2^-126, or one for each KV head; default 1. Numbers
             beyond 448 times their scale are stored as that.
         device: of all tensors of the cache, default torch's default device.
+        record_selections: also keep which blocks every token selected, for `nsa.replay`.
 
     Raises:
         ValueError: a size or dtype is not allowed.
@@ -72,7 +73,11 @@ class KVCache:
         block_table: int32 (B, max_pages), page p of a sequence, -1: none.
         block_table_c: int32 (B, max_pages_c), likewise of its compressed tokens.
         k_scale, v_scale: float32 (Hkv), or None without torch.float8_e4m3fn.
+        selections: int16, or int32 beyond 32767 blocks, (num_pages + 1, page_size, Hkv, topk): in the pages of the
+            tokens, the blocks that each selected; the last page holds nothing. None without record_selections.
     """
+
+    selections: Tensor | None = None
 
     k_scale: Tensor | None
     v_scale: Tensor | None
@@ -96,6 +101,7 @@ class KVCache:
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
         device: torch.device | str | int | None = None,
+        record_selections: bool = False,
     ) -> None:
         cfg = NSAConfig() if cfg is None else cfg
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -143,6 +149,9 @@ class KVCache:
         self._pages = PageAllocator(cfg, tokens, compressed, num_prefixes)
         self._prefix_rings, self._longest_of_prefix = rings(num_prefixes), [0] * num_prefixes
         self.k_scale, self.v_scale = _scales(self.k_slc, k_scale, v_scale)
+        if record_selections:
+            shape = (self.k_slc.shape[0] + 1, size, num_kv_heads, cfg.topk)
+            self.selections = torch.full(shape, -1, dtype=_index_type(max_length, cfg), device=device)
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self.block_table, self.block_table_c = self._new_tables(batch_size, tokens.max_pages, compressed.max_pages)
@@ -224,6 +233,34 @@ class KVCache:
     def free_pages(self) -> int:
         """Pages of selection keys and values that neither a sequence nor a cached prefix holds."""
         return len(self._pages.tokens.free)
+
+    def selected(self, sequence: int) -> Tensor:
+        """The blocks that each token of a row selected: (length, Hkv, topk) as `selections`. Waits for the device.
+
+        Raises:
+            ValueError: the row, or a cache without record_selections.
+        """
+        if self.selections is None:
+            raise ValueError("cache: keeps no selections: must be made with record_selections=True")
+        length = int(self.cache_seqlens[self._row("sequence", sequence)])
+        pages = self._pages.tokens.held[sequence][: self._pages.tokens.pages_for(length)]
+        return self.selections[pages].flatten(0, 1)[:length]
+
+    def record(self, before: Tensor, selected: Tensor) -> None:
+        """Keeps what a step selected. Does nothing without record_selections.
+
+        Args:
+            before: int32 (B), `cache_seqlens` before the step.
+            selected: int32 (B, m, Hkv, topk), as the step returned it.
+        """
+        if self.selections is None:
+            return
+        pages, size = self.selections.shape[:2]
+        position = before[:, None] + torch.arange(selected.shape[1], device=before.device)
+        taken = position < self.cache_seqlens[:, None]
+        page = self.block_table.gather(1, (position // size).clamp(max=self.block_table.shape[1] - 1).long())
+        page = page.where(taken, pages - 1)
+        self.selections.index_put_((page, position % size), selected.to(self.selections.dtype))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors in the order in which the operators in torch.ops.nsa take them."""
@@ -332,6 +369,11 @@ class KVCache:
                 self._pages.changed.add(child)
                 self._write_tables()
             raise
+        if self.selections is not None:
+            held = self._pages.tokens.held
+            for old, new in zip(held[parent], held[child], strict=False):
+                if old != new:
+                    self.selections[new] = self.selections[old]
         self._longest[child] = self._longest[parent]
 
     @checked
@@ -457,6 +499,9 @@ class KVCache:
                     pages.held, pages.uses, pages.free = [[b] for b in range(len(rows))], [1] * len(rows), []
                     self._pages.changed = set(range(len(rows)))
                 self._take_rows(names, at)
+                if self.selections is not None and pages is self._pages.tokens:
+                    none = at.new_full((1,), self.selections.shape[0] - 1)
+                    self._take_rows(("selections",), torch.cat((at, none)))
         else:
             self._copy_pages(self._pages.select(rows, lengths))
         self._take_rows(NAMES[4:9], place)
@@ -516,6 +561,13 @@ class KVCache:
                         larger[: old.shape[0], : old.shape[1]] = old
                         before[name] = old.shape
                         setattr(self, name, larger)
+            if self.selections is not None and (counts[0] + 1, sizes[0]) != self.selections.shape[:2]:
+                old, dtype = self.selections, _index_type(max_length, self.cfg)
+                with torch.inference_mode(False):
+                    larger = old.new_full((counts[0] + 1, sizes[0], *old.shape[2:]), -1, dtype=dtype)
+                larger[: old.shape[0], : old.shape[1]] = old
+                before["selections"] = old.shape
+                self.selections = larger
             if widths != [pages.max_pages for pages in pools]:
                 tables = self._new_tables(self.batch_size, *widths)
         except BaseException:  # out of memory
@@ -548,7 +600,8 @@ class KVCache:
         self._pages.flush(self.block_table, self.block_table_c)
 
     def _copy_pages(self, copies: Copies) -> None:
-        for moves, stores in zip(copies, ((self.k_slc, self.v_slc), (self.k_c, self.v_c)), strict=True):
+        of_tokens = [self.k_slc, self.v_slc] + ([] if self.selections is None else [self.selections])
+        for moves, stores in zip(copies, (of_tokens, [self.k_c, self.v_c]), strict=True):
             for old, new in moves:
                 for store in stores:
                     store[new] = store[old]
@@ -687,6 +740,10 @@ def _token_ids(tokens: Sequence[int] | Tensor) -> tuple[int, ...]:
     for i, token in enumerate(tokens):
         check_type(f"tokens[{i}]", token, int)
     return tuple(index(token) for token in tokens)
+
+
+def _index_type(max_length: int, cfg: NSAConfig) -> torch.dtype:
+    return torch.int16 if max_length <= 2**15 * cfg.block_size else torch.int32
 
 
 def _multiple_of_16(count: int) -> int:

@@ -214,6 +214,7 @@ def _step(
         check_positions(rope, cache.max_positions, "the cache's max_length rounded up to pages")
         rows = cache.cache_seqlens[:, None] + torch.arange(q.shape[1], device=cache.cache_seqlens.device)
         at = rows.clamp(max=cache.max_positions - 1)  # idle rows and those beyond their capacity
+    before = cache.cache_seqlens if cache.selections is None else cache.cache_seqlens.clone()
     with torch.no_grad():
         rotated = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
         o, selected = step(
@@ -233,6 +234,7 @@ def _step(
             ),
             names=names,
         )
+        cache.record(before, selected if indices is None else indices)
     if torch.is_grad_enabled():
         branches = (q, k, v, k_slc, v_slc, k_swa, v_swa, gates)
         o = _without_gradient(o, *branches, *weights_k.as_arguments(), *weights_v.as_arguments())

@@ -161,9 +161,12 @@ class NativeSparseAttention(nn.Module):
         self.selector_queries = selector_queries
         self.selector_loss: Tensor | None = None
         self._check_selector_queries()
+        # Set by nsa.replay: whether caches keep selections, and recorded ones with the number of this layer in them.
+        self.record_selections = False
+        self.replayed: tuple[Any, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a copy or a file has no graph
-        return {**self.__dict__, "selector_loss": None}
+        return {**self.__dict__, "selector_loss": None, "replayed": None}
 
     def reset_parameters(self) -> None:
         """Gives the parameters, wherever they are now, new initial values, as a new layer's with torch's random state.
@@ -192,6 +195,7 @@ class NativeSparseAttention(nn.Module):
         like = self.q_proj.weight if self._is_plain(self.q_proj) else self.get_buffer("_like")
         if dtype == torch.float8_e4m3fn:
             options = {"raw_dtype": like.dtype} | options
+        options = {"record_selections": self.record_selections} | options
         return KVCache(
             *(batch_size, self.num_kv_heads, self.head_dim, self.v_head_dim, self.cfg),
             max_length=max_length,
@@ -266,6 +270,11 @@ class NativeSparseAttention(nn.Module):
                 raise ValueError(f"{name}: on {tensor.device}: expected {x.device} as x")
         self._check_dtype(x, weight)
         self.selector_loss = None
+        recorded = None
+        if self.replayed is not None and cache is None:
+            if indices is not None:
+                raise ValueError("indices: must be None in nsa.replay.replay")
+            recorded = indices = self._replayed_indices(x)
         q = self._heads(self.q_proj(x), self.num_heads)
         q = q if self.q_norm is None else self.q_norm(q)
         k, v = self._branches(self.k_proj, self.k_norm, x), self._branches(self.v_proj, None, x)
@@ -309,8 +318,20 @@ class NativeSparseAttention(nn.Module):
                     *(q, k["cmp"], v["cmp"], gates, cp), **arguments, cu_seqlens=cu_seqlens
                 )
             self._ask_selector(q, k, arguments["weights_k"], arguments["rope"], cu_seqlens, max_seqlen)
+            if self.replayed is not None and recorded is not None:
+                self.replayed[0].compare(self.replayed[1], recorded, selected)
         o = self.o_proj(o.flatten(-2))
         return (o, selected) if return_indices else o
+
+    def _replayed_indices(self, x: Tensor) -> Tensor:
+        """The recorded blocks of this rank's rows of x."""
+        assert self.replayed is not None
+        replay, number = self.replayed
+        cp, shape = self.context_parallel, list(x.shape[:-1])
+        if cp is None:
+            return replay.given(number, None, shape, x.device)
+        shape[-1] *= cp.size
+        return cp.shard(replay.given(number, None, shape, x.device), dim=len(shape) - 1)
 
     def _ask_selector(
         self,

@@ -62,6 +62,14 @@ def test_images():
     assert int(re.search(r"right colours: (\d+)%", printed)[1]) > 90
 
 
+@pytest.mark.slow
+def test_grpo():
+    pytest.importorskip("transformers", minversion="5.24")
+    rows = dict(re.findall(r"^(\w+) +([\d.]+ .*)$", run("grpo.py"), re.MULTILINE))
+    (_, kl, _), (reward, replayed_kl, _) = (rows[name].split() for name in ("selected", "replayed"))
+    assert float(reward) > 0.8 and float(replayed_kl) < float(kl) / 2
+
+
 def test_fsdp():
     printed = run("fsdp.py", by=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
     assert "q_proj: (64, 32), on this rank (32, 32)" in printed

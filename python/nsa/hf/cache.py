@@ -29,6 +29,7 @@ class _NsaLayer(Mixin):
     supports_early_init = False  # its sizes come with the first step
 
     cache: KVCache | None = None
+    record_selections = False
     rotation: tuple[Tensor, Tensor] | None = None
     """Tables (B, positions, D / 2) that rotate the cached tokens, in the first sparse layer; None: by their numbers."""
 
@@ -48,6 +49,7 @@ class _NsaLayer(Mixin):
         cfg: NSAConfig,
         tokens: Tensor | None,
         rope: tuple[Tensor, Tensor],
+        record_selections: bool = False,
         **inputs: Any,
     ) -> Tensor:
         """Appends the tokens in front of each row and attends.
@@ -57,7 +59,9 @@ class _NsaLayer(Mixin):
             rope: as there, or tables of each row, (B, positions, D / 2).
             cfg: of a cache that is made now.
             tokens: bool (B, m), which of the new slots hold tokens; None: all.
+            record_selections: of a cache that is made now.
         """
+        self.record_selections = record_selections
         new = q.shape[1]
         cache = self._append(new, tokens, k, v, cfg)
         inputs["num_new"] = None if tokens is None else tokens.sum(1, dtype=torch.int32)
@@ -76,6 +80,15 @@ class _NsaLayer(Mixin):
                 )
                 for row in rows
             ]
+        )
+
+    def _new_cache(self, batch: int, max_length: int, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:
+        return KVCache(
+            *(batch, k.shape[-2], k.shape[-1], v.shape[-1], cfg),
+            max_length=max_length,
+            dtype=k.dtype,
+            device=k.device,
+            record_selections=self.record_selections,
         )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -158,7 +171,7 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
     def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:
         batch, needed = k.shape[0], self.slots + new
         if self.cache is None:
-            self.cache = _new_cache(batch, _rounded(needed + MAX_DECODE_TOKENS), k, v, cfg)
+            self.cache = self._new_cache(batch, _rounded(needed + MAX_DECODE_TOKENS), k, v, cfg)
             self.is_initialized = True
         elif needed > self.cache.max_length:
             self.cache.grow(_rounded(max(needed, int(GROWTH * self.cache.max_length))))
@@ -201,19 +214,15 @@ class NsaStaticLayer(_NsaLayer, StaticLayer):  # type: ignore[misc]  # there `de
             if needed > self.max_cache_len:
                 raise ValueError(f"max_cache_len = {self.max_cache_len}: must be at least {needed}, the slots needed")
         if self.cache is None:
-            self.cache = _new_cache(k.shape[0], self.max_cache_len, k, v, cfg)
+            self.cache = self._new_cache(k.shape[0], self.max_cache_len, k, v, cfg)
             self.cumulative_length = self.cumulative_length.to(k.device)
             self.is_initialized = True
             if not torch.compiler.is_compiling():
-                for tensor in (*self.cache.tensors(), self.cumulative_length):  # else CUDA graphs would copy them
-                    torch._dynamo.mark_static_address(tensor)
+                for tensor in (*self.cache.tensors(), self.cache.selections, self.cumulative_length):
+                    if tensor is not None:
+                        torch._dynamo.mark_static_address(tensor)  # else CUDA graphs would copy it
         self.cumulative_length.add_(new)
         return self.cache
-
-
-def _new_cache(batch: int, max_length: int, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:
-    sizes = (batch, k.shape[-2], k.shape[-1], v.shape[-1], cfg)
-    return KVCache(*sizes, max_length=max_length, dtype=k.dtype, device=k.device)
 
 
 def _row(cache: KVCache, row: slice) -> KVCache:
@@ -221,7 +230,9 @@ def _row(cache: KVCache, row: slice) -> KVCache:
     of_rows = (*NAMES[4:9], *NAMES[10:])
     tensors = [t[row] if name in of_rows else t for name, t in zip(NAMES, cache.tensors(), strict=True)]
     scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
-    return KVCache.from_tensors(tensors, cache.cfg, cache.max_length, **scales)
+    one = KVCache.from_tensors(tensors, cache.cfg, cache.max_length, **scales)
+    one.selections = cache.selections
+    return one
 
 
 def _rounded(length: int) -> int:

@@ -167,11 +167,18 @@ class NsaAttention(NativeSparseAttention):
         if cache is None:
             if cu_seqlens is not None:
                 inputs |= {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": layout.max_seqlen}
+            if self.replayed is not None:
+                replay, number = self.replayed
+                blocks = replay.given(number, layout.tokens, hidden_states.shape[:2], x.device)
+                blocks = blocks if rows is None else rows.front(blocks)
+                inputs["indices"] = blocks if cu_seqlens is None else blocks.flatten(0, 1)
             operations = reference if self.config._attn_implementation == "eager" else functional
             attend: Any = operations.native_sparse_attention
             if layout.tables[0].dim() == 3:
                 attend = partial(attention_by_token_tables, operations)
-            o = attend(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, **inputs)
+            o, selected = attend(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, return_indices=True, **inputs)
+            if self.replayed is not None:
+                self.replayed[0].compare(self.replayed[1], inputs["indices"], selected)
             if self.selector_queries:
                 if q.shape[-2] < self.num_heads:
                     given = f"selector_queries = {self.selector_queries}"
@@ -183,7 +190,8 @@ class NsaAttention(NativeSparseAttention):
                 self._ask_selector(q, k, inputs["weights_k"], layout.tables, *where, lengths=lengths)
         else:
             held: Any = cache.layers[self.layer_idx]
-            o = held.step(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, tokens=layout.tokens, **inputs)
+            inputs |= {"tokens": layout.tokens, "record_selections": self.record_selections}
+            o = held.step(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, **inputs)
         o = self.o_proj(o.flatten(-2)).view(hidden_states.shape)
         return o if rows is None else rows.back(o), None
 

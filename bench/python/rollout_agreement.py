@@ -1,0 +1,143 @@
+"""How far rollout and training are apart, with and without the recorded selections, and what recording costs.
+
+    python bench/python/rollout_agreement.py [--device cpu] [--length 2048] [--dtype bfloat16] [--json FILE]
+
+A random Llama with the recipe's blocks samples with a KV cache. Then the training forward computes the log-
+probabilities of the same tokens. By layer: the share of (token, KV head) whose selection differs without the record.
+Times are medians of decode steps and training steps, taking turns.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nsa
+from nsa.hf import NsaLlamaConfig, NsaLlamaForCausalLM
+
+NEW = 64
+
+
+def make_model(options: argparse.Namespace) -> NsaLlamaForCausalLM:
+    torch.manual_seed(0)
+    config = NsaLlamaConfig.recipe(
+        vocab_size=512,
+        hidden_size=options.hidden_size,
+        intermediate_size=2 * options.hidden_size,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        max_position_embeddings=2 * options.length,
+        initializer_range=0.1,  # else a random model says the same whatever it attends to
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return NsaLlamaForCausalLM(config).to(options.device, getattr(torch, options.dtype))
+
+
+def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+
+
+def synchronized() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def decode_times(model: Any, ids: Tensor, repeats: int) -> dict[str, float]:
+    """Median seconds of a decode step behind the prompt, without and with recording."""
+    caches: dict[str, Any] = {}
+    times: dict[str, list[float]] = {"plain": [], "recorded": []}
+    with torch.inference_mode():
+        for name in times:
+            with nsa.replay.record(model) if name == "recorded" else nullcontext():
+                caches[name] = model(ids, use_cache=True).cache
+        for _ in range(repeats):
+            for name, found in times.items():
+                start = synchronized()
+                model(ids[:, -1:], cache=caches[name])
+                found.append(synchronized() - start)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--train-dtype", help="of the trainer, default --dtype")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    rollout = make_model(options).eval()
+    trainer = rollout
+    if options.train_dtype:
+        trainer = make_model(options).to(getattr(torch, options.train_dtype)).eval()
+    prompt = torch.randint(512, (options.batch, options.length), device=options.device)
+    with nsa.replay.record(rollout):
+        out = rollout.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=NEW,
+            do_sample=True,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    answers = out.sequences[:, options.length :]
+    sampled = torch.stack(out.logits, 1).float().log_softmax(-1)
+    records = nsa.replay.collect(out.cache)
+    lengths = [out.sequences.shape[1]] * options.batch
+    results: dict[str, Any] = {"arguments": vars(options), "tokens": answers.numel()}
+
+    steps: dict[str, list[float]] = {"selected": [], "replayed": []}
+    for name in steps:
+
+        def context(compare: bool = False, replayed: bool = name == "replayed") -> Any:
+            return nsa.replay.replay(trainer, records, lengths, compare=compare) if replayed else nullcontext()
+
+        with torch.no_grad(), context():
+            found = trainer(out.sequences, use_cache=False).logits[:, options.length - 1 : -1].float().log_softmax(-1)
+        at = answers[..., None]
+        results[name] = {
+            "largest_difference": (found - sampled).gather(-1, at).abs().max().item(),
+            "mean_kl": (sampled.exp() * (sampled - found)).sum(-1).mean().item(),
+        }
+        for _ in range(3):
+            start = synchronized()
+            with context():
+                log_probabilities(
+                    trainer(out.sequences, use_cache=False).logits[:, :-1], out.sequences[:, 1:]
+                ).sum().backward()
+            steps[name].append(synchronized() - start)
+            trainer.zero_grad()
+    with torch.no_grad(), nsa.replay.replay(trainer, records, lengths, compare=True) as state:
+        trainer(out.sequences, use_cache=False)
+    layers = [(different, counted) for different, counted in state.by_layer()]
+    results["differing_selections_by_layer"] = [different / counted for different, counted in layers]
+    results["decode"] = decode_times(rollout, prompt, options.repeats)
+    results["training_step"] = {name: statistics.median(found) for name, found in steps.items()}
+    packed = sum(len(record.to_bytes()) for record in records)
+    tokens = sum(len(record) for record in records) * options.layers
+    memory = records[0].indices[0, 0].numel() * records[0].indices.element_size()
+    results["bytes_per_token_and_layer"] = {"in memory": memory, "packed": packed / tokens}
+    print(json.dumps(results, indent=1))
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""Rollout and training with the same blocks: selections recorded during generation, replayed in training.
+
+In reinforcement learning one program samples and another one learns. Where their arithmetic differs, so do some of the
+selected blocks, and then the log-probabilities. A training forward that attends to the recorded blocks has no such
+difference:
+
+    with nsa.replay.record(model):
+        out = model.generate(prompt, return_dict_in_generate=True, ...)
+    records = nsa.replay.collect(out.cache)
+    with nsa.replay.replay(model, records):
+        loss(model(out.sequences)).backward()
+
+MoE models do the same with the experts of their router ("routing replay").
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ._arguments import check_type
+from .cache import KVCache
+from .config import NSAConfig
+from .layer import NativeSparseAttention
+
+__all__ = ["Replay", "SelectionRecord", "collect", "record", "replay"]
+
+_MAGIC = b"nsa selections 1\n"
+_ROWS = 1024  # tokens whose blocks are a mask at a time
+_LIMIT = 2**31  # bytes of one record when it is read: more is no record
+
+
+@dataclass(frozen=True)
+class SelectionRecord:
+    """The blocks that a model's sparse layers selected for the tokens of one sequence.
+
+    Attributes:
+        indices: int16 or int32 (layers, tokens, Hkv, topk), ascending, padded with -1, as `nsa.select_blocks` has them.
+        cfg: hyperparameters of the layers.
+    """
+
+    indices: Tensor
+    cfg: NSAConfig
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for what is no record."""
+        check_type("indices", self.indices, Tensor)
+        check_type("cfg", self.cfg, NSAConfig)
+        shape = tuple(self.indices.shape)
+        if self.indices.dtype not in (torch.int16, torch.int32) or len(shape) != 4 or shape[3] != self.cfg.topk:
+            what = f"{str(self.indices.dtype).removeprefix('torch.')} {shape}"
+            raise ValueError(f"indices: {what}: must be int16 or int32 (layers, tokens, Hkv, topk = {self.cfg.topk})")
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self.indices.shape[1]
+
+    def resized(self, length: int) -> SelectionRecord:
+        """The record of the first `length` tokens, at most one more than it has.
+
+        Generation does not feed back the last token that it samples, so a record may lack it. It then attends to the
+        forced blocks. No log-probability of the sequence depends on it.
+
+        Raises:
+            ValueError: a length that is negative or too large.
+        """
+        check_type("length", length, int)
+        if not 0 <= length <= len(self) + 1:
+            raise ValueError(f"length = {length}: must be 0 ... {len(self) + 1}, one more than the record has")
+        indices = self.indices[:, :length]
+        if length > len(self):
+            layers, _, heads, topk = indices.shape
+            forced = np.full(topk, -1)
+            mask = _forced(np.array([length - 1]), -(-length // self.cfg.block_size), self.cfg)[0]
+            blocks = np.flatnonzero(mask)[:topk]
+            forced[: len(blocks)] = blocks
+            last = torch.from_numpy(forced).to(indices).expand(layers, 1, heads, topk)
+            indices = torch.cat((indices, last), 1)
+        return SelectionRecord(indices, self.cfg)
+
+    def to_bytes(self) -> bytes:
+        """A compact form: what differs from the forced blocks, as changes from token to token, compressed."""
+        layers, tokens, heads, _ = self.indices.shape
+        header = {"layers": layers, "tokens": tokens, "heads": heads, "cfg": self.cfg.as_list()}
+        header["dtype"] = str(self.indices.dtype).removeprefix("torch.")
+        streams = self.indices.cpu().numpy().transpose(0, 2, 1, 3).reshape(layers * heads, tokens, self.cfg.topk)
+        counts, places = [np.zeros(0, int)], [np.zeros(0, int)]
+        for stream in streams:
+            last: Any = False
+            for some, forced in _chunks(tokens, self.cfg):
+                mask = np.zeros((forced.shape[0], forced.shape[1] + 1), bool)  # the last column: -1
+                np.put_along_axis(mask, stream[some].astype(np.int64), True, 1)
+                mask = mask[:, :-1] ^ forced
+                changed = mask.copy()
+                changed[1:] ^= mask[:-1]
+                changed[0] ^= last
+                last = mask[-1]
+                counts.append(changed.sum(1))
+                places.append(np.nonzero(changed)[1])
+        parts = [np.concatenate(part) for part in (counts, places)]
+        # The low and the high bytes apart: the high ones are nearly all the same.
+        planes = [byte.tobytes() for part in parts for byte in _bytes_apart(part)]
+        body = zlib.compress(b"".join(planes), 9)
+        head = json.dumps(header | {"changes": len(parts[1]), "size": len(body)}).encode()
+        return b"".join((_MAGIC, head, b"\n", body))
+
+    @staticmethod
+    def from_bytes(data: bytes) -> SelectionRecord:
+        """The record that `to_bytes` wrote.
+
+        Raises:
+            ValueError: damaged, or no record.
+        """
+        check_type("data", data, bytes)
+        try:
+            return _read(data)
+        except (ValueError, KeyError, TypeError, IndexError, zlib.error, OverflowError) as error:
+            raise ValueError(f"data: no record of selections, or damaged: {error}") from None
+
+
+@contextmanager
+def record(model: nn.Module) -> Iterator[None]:
+    """Lets caches that the sparse layers of `model` make keep their selections, for `collect`.
+
+    That holds for caches of the transformers models. One that is made by hand keeps them with
+    `nsa.KVCache(..., record_selections=True)`.
+    """
+    layers = _sparse_layers(model)
+    before = [layer.record_selections for layer in layers]
+    for layer in layers:
+        layer.record_selections = True
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer.record_selections = value
+
+
+def collect(cache: Any) -> list[SelectionRecord]:
+    """A record of each row, from the `KVCache` of every sparse layer in their order, or from a transformers cache.
+
+    Rejected drafts, padding and reordered beams are as in the cache: a record has the tokens that the row holds.
+    Waits for the device.
+
+    Raises:
+        ValueError: a cache without selections, or caches whose rows differ.
+    """
+    layers = [layer.cache for layer in cache.layers if hasattr(layer, "step")] if hasattr(cache, "layers") else cache
+    if isinstance(layers, KVCache):
+        layers = [layers]
+    if not layers:
+        raise ValueError("cache: no sparse layer has run: must hold at least one KVCache")
+    for i, layer in enumerate(layers):
+        check_type(f"cache[{i}]", layer, KVCache)
+        if layer.selections is None:
+            raise ValueError(f"cache[{i}]: keeps no selections: must be made in nsa.replay.record(model)")
+        if layer.batch_size != layers[0].batch_size or layer.cfg != layers[0].cfg:
+            raise ValueError(f"cache[{i}]: must have the rows and hyperparameters of cache[0]")
+    rows = []
+    for row in range(layers[0].batch_size):
+        selected = [layer.selected(row) for layer in layers]
+        if len({one.shape for one in selected}) != 1:
+            raise ValueError(f"cache: row {row}: the layers must hold as many tokens and KV heads as each other")
+        rows.append(SelectionRecord(torch.stack([one.to(selected[0].device) for one in selected]), layers[0].cfg))
+    return rows
+
+
+class Replay:
+    """What a training forward compared, in `replay(model, records, compare=True)`.
+
+    The last tokens of sequences, which generation did not feed back, count like the others.
+    """
+
+    def __init__(self, indices: Tensor, compare: bool) -> None:
+        self._indices = indices
+        self._compare = compare
+        self._counts: dict[int, list[Tensor]] = {}
+
+    def by_layer(self) -> list[tuple[int, int]]:
+        """For each layer that ran, how many (token, KV head) selected other blocks than recorded, and of how many.
+
+        Waits for the device.
+        """
+        found = [torch.stack(counts).sum(0).tolist() for _, counts in sorted(self._counts.items())]
+        return [(different, compared) for different, compared in found]
+
+    def given(self, layer: int, tokens: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
+        """int32 (*shape, Hkv, topk) for a layer's rows; `tokens`: bool, which of them are tokens, None: all."""
+        indices = self._indices[layer].to(device, torch.int32)
+        expected = int(np.prod(shape)) if tokens is None else int(tokens.sum())
+        if indices.shape[0] != expected:
+            raise ValueError(
+                f"records: {indices.shape[0]} tokens: must be {expected}, the tokens of the batch; a last token that a "
+                "record lacks: give lengths"
+            )
+        if tokens is None:
+            return indices.view(*shape, *indices.shape[1:])
+        rows = indices.new_full((*shape, *indices.shape[1:]), -1)
+        rows[tokens] = indices
+        return rows
+
+    def compare(self, layer: int, given: Tensor, selected: Tensor) -> None:
+        """Counts the rows of (..., Hkv, topk) that differ. Rows of padding have no blocks and do not count."""
+        if self._compare:
+            real = (given >= 0).any(-1)
+            different = (given != selected).any(-1) & real
+            self._counts.setdefault(layer, []).append(torch.stack((different.sum(), real.sum())))
+
+
+@contextmanager
+def replay(
+    model: nn.Module, records: Sequence[SelectionRecord], lengths: Sequence[int] | None = None, *, compare: bool = False
+) -> Iterator[Replay]:
+    """Lets forwards of `model` without a cache attend to the recorded blocks, gradients included.
+
+    Backwards that compute activations again (checkpointing) belong inside, too.
+
+    Args:
+        records: one for each sequence of the batch, in its order: rows of a padded batch, or sequences of a packed one.
+            The records cover all tokens, padding excepted. With context parallelism every rank gives all of them.
+        lengths: of the sequences in tokens, default those of the records; see `SelectionRecord.resized`.
+        compare: also count how often the layers would have selected other blocks.
+
+    Raises:
+        ValueError: records of another number of layers or KV heads, or of other hyperparameters than the model's; in
+            the forward, of another number of tokens than the batch has.
+        TypeError: an argument of another type.
+    """
+    layers = _sparse_layers(model)
+    check_type("records", records, Sequence)
+    if not records:
+        raise ValueError("records: none: must be one for each sequence of the batch")
+    if lengths is not None and len(lengths) != len(records):
+        raise ValueError(f"lengths: {len(lengths)}: must be {len(records)}, one for each record")
+    for i, one in enumerate(records):
+        check_type(f"records[{i}]", one, SelectionRecord)
+        found = {"layers": one.indices.shape[0], "num_kv_heads": one.indices.shape[2], "cfg": one.cfg}
+        expected = {"layers": len(layers), "num_kv_heads": layers[0].num_kv_heads, "cfg": layers[0].cfg}
+        for name, value in found.items():
+            if value != expected[name]:
+                raise ValueError(f"records[{i}]: {name} = {value}: must be {expected[name]}, the model's")
+    if lengths is not None:
+        records = [one.resized(length) for one, length in zip(records, lengths, strict=True)]
+    state = Replay(torch.cat([one.indices for one in records], 1), compare)
+    for i, layer in enumerate(layers):
+        layer.replayed = (state, i)
+    try:
+        yield state
+    finally:
+        for layer in layers:
+            layer.replayed = None
+
+
+def _sparse_layers(model: nn.Module) -> list[NativeSparseAttention]:
+    check_type("model", model, nn.Module)
+    layers = [module for module in model.modules() if isinstance(module, NativeSparseAttention)]
+    if not layers:
+        raise ValueError("model: has no sparse layer: must have at least one nsa.NativeSparseAttention")
+    return layers
+
+
+def _forced(positions: np.ndarray[Any, Any], blocks: int, cfg: NSAConfig) -> np.ndarray[Any, Any]:
+    """bool (tokens, blocks): the blocks that every token at these positions selects."""
+    block, own = np.arange(blocks), (positions // cfg.block_size)[:, None]
+    return ((block < cfg.init_blocks) | (block > own - cfg.local_blocks)) & (block <= own)
+
+
+def _chunks(tokens: int, cfg: NSAConfig) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:
+    """Rows of a sequence, some at a time, and their forced blocks (rows, blocks of the sequence)."""
+    for begin in range(0, tokens, _ROWS):
+        some = slice(begin, min(begin + _ROWS, tokens))
+        yield some, _forced(np.arange(some.start, some.stop), -(-tokens // cfg.block_size), cfg)
+
+
+def _bytes_apart(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """uint8 (4, n): the bytes of 32-bit numbers, the lowest first."""
+    return numbers.astype("<u4").view(np.uint8).reshape(-1, 4).T
+
+
+def _read(data: bytes) -> SelectionRecord:
+    if not data.startswith(_MAGIC):
+        raise ValueError("wrong first bytes")
+    head, separator, body = data[len(_MAGIC) :].partition(b"\n")
+    if not separator:
+        raise ValueError("no header")
+    header = json.loads(head)
+    layers, tokens, heads, changes, size = (header[x] for x in ("layers", "tokens", "heads", "changes", "size"))
+    for name in ("layers", "tokens", "heads", "changes", "size"):
+        if type(header[name]) is not int or header[name] < 0:
+            raise ValueError(f"{name} = {header[name]}")
+    cfg = NSAConfig(*header["cfg"])
+    streams = layers * heads
+    expected = 4 * (streams * tokens + changes)
+    if len(body) != size or header["dtype"] not in ("int16", "int32"):
+        raise ValueError(f"{len(body)} bytes behind the header: expected {size}")
+    if streams * tokens * cfg.topk * 4 > _LIMIT or expected > _LIMIT:
+        raise ValueError(f"more than {_LIMIT} bytes of indices")
+    decompress = zlib.decompressobj()
+    plain = decompress.decompress(body, expected + 1)
+    if len(plain) != expected or not decompress.eof:
+        raise ValueError("unexpected size of the numbers")
+    numbers = np.frombuffer(plain, np.uint8)
+    counts = _together(numbers[: 4 * streams * tokens]).reshape(streams, tokens)
+    places = _together(numbers[4 * streams * tokens :])
+    blocks = -(-tokens // cfg.block_size)
+    if int(counts.sum()) != changes or (changes and int(places.max()) >= blocks):
+        raise ValueError("blocks beyond the sequence")
+    result = np.full((streams, tokens, cfg.topk), -1, header["dtype"])
+    begin = 0
+    for stream in range(streams):
+        last: Any = False
+        for some, forced in _chunks(tokens, cfg):
+            count = counts[stream, some]
+            end = begin + int(count.sum())
+            mask = np.zeros_like(forced)
+            mask[np.repeat(np.arange(len(count)), count), places[begin:end]] = True
+            mask[0] ^= last
+            mask = np.logical_xor.accumulate(mask, 0)
+            last, begin = mask[-1], end
+            mask = mask ^ forced
+            found = mask.sum(1)
+            if int(found.max()) > cfg.topk:
+                raise ValueError("more blocks than topk")
+            row, block = np.nonzero(mask)
+            slot = np.arange(len(row)) - np.repeat(found.cumsum() - found, found)
+            result[stream, some][row, slot] = block
+    indices = torch.from_numpy(result.reshape(layers, heads, tokens, cfg.topk).transpose(0, 2, 1, 3).copy())
+    return SelectionRecord(indices, cfg)
+
+
+def _together(planes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return planes.reshape(4, -1).T.copy().view("<u4").reshape(-1).astype(np.int64)

@@ -1,0 +1,225 @@
+"""nsa.replay: what generation selected is recorded, and training attends to it."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import nsa
+from models import padded, sparse, tokens
+from nsa.replay import SelectionRecord, collect, record, replay
+
+NEW = 24
+
+
+def rollout(model, prompts, **options):
+    """Prompts padded on the left, continued by sampling: sequences, mask, log-probabilities of the new tokens."""
+    ids, mask = padded(prompts, "left")
+    given = {"max_new_tokens": NEW, "do_sample": True, "return_dict_in_generate": True, "output_logits": True} | options
+    with record(model):
+        out = model.generate(ids, attention_mask=mask, **given)
+    mask = torch.nn.functional.pad(mask, (0, out.sequences.shape[1] - ids.shape[1]), value=1)
+    return out, mask, ids.shape[1]
+
+
+def log_probabilities(logits, ids):
+    return logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+
+
+@pytest.fixture
+def prompts():
+    return [tokens(n) for n in (150, 70, 3)]
+
+
+@pytest.mark.parametrize("share_kv", (False, True))
+def test_training_attends_to_what_was_selected(prompts, share_kv):
+    model = sparse("llama", {"share_kv": share_kv})
+    out, mask, longest = rollout(model, prompts)
+    records = collect(out.cache)
+    lengths = mask.sum(1).tolist()
+    assert [len(one) for one in records] == [length - 1 for length in lengths]  # the last token was not fed back
+    sampled = log_probabilities(torch.stack(out.logits, 1), out.sequences[:, longest:])
+    model.train()
+    with replay(model, records, lengths, compare=True) as state:
+        logits = model(out.sequences, attention_mask=mask, use_cache=False).logits
+        found = log_probabilities(logits[:, longest - 1 : -1], out.sequences[:, longest:])
+        found.sum().backward()
+    assert (found - sampled).abs().max() < 1e-5
+    layer = model.model.layers[0].self_attn
+    assert layer.q_proj.weight.grad.abs().sum() > 0 and layer.replayed is None
+    for different, compared in state.by_layer():
+        assert compared == sum(lengths) * 2
+        assert different <= len(lengths) * 2  # the last tokens, which attend to the forced blocks
+
+
+def test_other_blocks_than_the_importance_selects(prompts):
+    """The forward depends on the record: with the blocks of other weights its results are another model's."""
+    model = sparse("llama")
+    out, mask, _ = rollout(model, prompts)
+    records, lengths = collect(out.cache), mask.sum(1).tolist()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.phi_k.w1.add_(torch.randn_like(layer.self_attn.phi_k.w1))
+        with replay(model, records, lengths, compare=True) as state:
+            replayed = model(out.sequences, attention_mask=mask, use_cache=False).logits
+        own = model(out.sequences, attention_mask=mask, use_cache=False).logits
+    assert min(different for different, _ in state.by_layer()) > 50
+    assert (replayed - own)[mask.bool()].abs().max() > 1e-3
+
+
+def test_padded_and_packed_batches_agree(prompts):
+    model = sparse("llama")
+    out, mask, _ = rollout(model, prompts)
+    records, lengths = collect(out.cache), mask.sum(1).tolist()
+    packed = out.sequences[mask.bool()][None]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with torch.no_grad(), replay(model, records, lengths):
+        padded = model(out.sequences, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        torch.testing.assert_close(model(packed, position_ids=positions, use_cache=False).logits[0], padded)
+
+
+def test_rejected_drafts_leave_no_trace(prompts):
+    model = sparse("llama")
+    prompt = [prompts[0].repeat(2)[:120]]
+    plain, _, _ = rollout(model, prompt, do_sample=False)
+    drafted, _, _ = rollout(model, prompt, do_sample=False, prompt_lookup_num_tokens=5)
+    assert torch.equal(plain.sequences, drafted.sequences)
+    (left,), (right,) = collect(plain.cache), collect(drafted.cache)
+    tokens = min(len(left), len(right))
+    assert torch.equal(left.indices[:, :tokens], right.indices[:, :tokens])
+
+
+def test_chunks_of_a_prompt(prompts):
+    model = sparse("llama")
+    ids = prompts[0][None]
+    with record(model), torch.no_grad():
+        whole, parts = DynamicCache(config=model.config), DynamicCache(config=model.config)
+        model(ids, cache=whole)
+        for chunk in ids.split((64, 1, 70, 15), 1):
+            model(chunk, cache=parts)
+    (left,), (right,) = collect(whole), collect(parts)
+    assert len(left) == ids.shape[1] and torch.equal(left.indices, right.indices)
+
+
+@pytest.mark.parametrize("page_size", (None, 16))
+def test_rows_of_a_cache_keep_their_selections(page_size):
+    """Forked, cropped, repeated and grown."""
+    layer = nsa.NativeSparseAttention(32, 4, 2, 16, cfg=nsa.NSAConfig(16, 8, 16, 4, window_size=32)).eval()
+    layer.record_selections = True
+    x = torch.randn(2, 150, 32)
+    with torch.no_grad():
+        expected = layer(x, return_indices=True)[1]
+        cache = layer.make_cache(3, 160, page_size=page_size)
+        cache.reserve(160)
+        layer(torch.cat((x[:, :90], x[:1, :90])), cache=cache, num_new=torch.tensor([90, 90, 0], dtype=torch.int32))
+        cache.release(2)
+        cache.fork(1, 2, 85)
+        cache.crop([80, 85, 85])
+        cache.select([2, 0])
+        cache.grow(320)
+        cache.reserve(160)
+        for row, (source, length) in enumerate(((1, 85), (0, 80))):
+            assert torch.equal(cache.selected(row).int(), expected[source, :length])
+        tail = torch.zeros(2, 70, 32)
+        tail[0, :65], tail[1] = x[1, 85:], x[0, 80:]
+        layer(tail, cache=cache, num_new=torch.tensor([65, 70], dtype=torch.int32))
+    for row, source in enumerate((1, 0)):
+        assert torch.equal(cache.selected(row).int(), expected[source])
+    (first, second) = collect(cache)
+    assert torch.equal(first.indices[0].int(), expected[1]) and len(second) == 150
+
+
+def test_plain_layers_replay_too():
+    layer = nsa.NativeSparseAttention(32, 4, 2, 16, cfg=nsa.NSAConfig(16, 8, 16, 4, window_size=32)).eval()
+    x = torch.randn(2, 100, 32)
+    others = torch.sort(torch.rand(2, 100, 2, 7).argsort(-1)[..., :4], -1)[0].short()
+    given = others.masked_fill(others > torch.arange(100)[:, None, None] // 16, -1).sort(-1, descending=True)[0]
+    records = [SelectionRecord(one[None], layer.cfg) for one in given]
+    with replay(layer, records):
+        o = layer(x)
+        packed = layer(x.flatten(0, 1), torch.tensor([0, 100, 200], dtype=torch.int32))
+    torch.testing.assert_close(o, layer(x, indices=given.int()))
+    torch.testing.assert_close(packed.view_as(o), o)
+
+
+def random_record(layers=2, tokens=600, heads=2, blocks_changed=2, topk=8, block_size=16):
+    """Blocks as models select them: most of a token's are those of the token before."""
+    cfg = nsa.NSAConfig(8, 4, block_size, topk, window_size=32)
+    draw = np.random.default_rng(0)
+    indices = np.full((layers, tokens, heads, topk), -1, np.int16)
+    for at in np.ndindex(layers, heads):
+        chosen = set()
+        for t in range(tokens):
+            own = t // block_size
+            forced = {0, own, max(0, own - 1)}
+            chosen = {b for b in chosen if b not in forced}
+            for _ in range(blocks_changed):
+                if chosen:
+                    chosen.discard(int(draw.choice(sorted(chosen))))
+            while len(chosen | forced) < min(topk, own + 1):
+                chosen.add(int(draw.integers(own + 1)))
+                chosen -= forced
+            found = sorted(chosen | forced)[:topk]
+            indices[at[0], t, at[1], : len(found)] = found
+    return SelectionRecord(torch.from_numpy(indices), cfg)
+
+
+def test_a_record_in_bytes():
+    one = random_record()
+    data = one.to_bytes()
+    back = SelectionRecord.from_bytes(data)
+    assert back.cfg == one.cfg and back.indices.dtype == one.indices.dtype
+    assert torch.equal(back.indices, one.indices)
+    empty = SelectionRecord(torch.zeros(2, 0, 2, 8, dtype=torch.int16), one.cfg)
+    assert torch.equal(SelectionRecord.from_bytes(empty.to_bytes()).indices, empty.indices)
+    assert len(data) < one.indices.numel()  # half of int16
+
+
+def test_damaged_bytes_are_refused():
+    data = random_record(layers=1, tokens=40, heads=1).to_bytes()
+    draw = np.random.default_rng(1)
+    for length in range(len(data)):
+        with pytest.raises(ValueError, match="data: "):
+            SelectionRecord.from_bytes(data[:length])
+    for _ in range(300):
+        damaged = bytearray(data)
+        damaged[draw.integers(len(data))] ^= int(draw.integers(1, 256))
+        try:
+            SelectionRecord.from_bytes(bytes(damaged))
+        except ValueError as error:
+            assert str(error).startswith("data: ") or "must be" in str(error)
+
+
+def test_what_does_not_fit_is_refused(prompts):
+    model = sparse("llama")
+    out, mask, _ = rollout(model, prompts)
+    records, lengths = collect(out.cache), mask.sum(1).tolist()
+    one = records[0]
+    ids = out.sequences
+    with pytest.raises(ValueError, match=r"records: 2 layers|records\[0\]: layers = 1: must be 2"):
+        with replay(model, [SelectionRecord(one.indices[:1], one.cfg)]):
+            pass
+    with pytest.raises(ValueError, match=r"records\[0\]: num_kv_heads = 1: must be 2"):
+        with replay(model, [SelectionRecord(one.indices[:, :, :1], one.cfg)]):
+            pass
+    other = nsa.NSAConfig(**{**vars(one.cfg), "block_size": 2 * one.cfg.block_size})
+    with pytest.raises(ValueError, match=r"records\[0\]: cfg = .*: must be"):
+        with replay(model, [SelectionRecord(one.indices, other)]):
+            pass
+    with pytest.raises(ValueError, match=r"lengths: 2: must be 3"):
+        with replay(model, records, lengths[:2]):
+            pass
+    with pytest.raises(ValueError, match=r"length = 300: must be 0 \.\.\. "):
+        with replay(model, records, [300, *lengths[1:]]):
+            pass
+    with replay(model, records), pytest.raises(ValueError, match=r"records: \d+ tokens: must be \d+, the tokens of"):
+        model(ids, attention_mask=mask, use_cache=False)
+    with pytest.raises(ValueError, match="model: has no sparse layer"):
+        with record(torch.nn.Linear(2, 2)):
+            pass
+    with torch.no_grad():
+        plain = model(ids, attention_mask=mask, use_cache=True)
+    with pytest.raises(ValueError, match=r"cache\[0\]: keeps no selections"):
+        collect(plain.cache)
+    with pytest.raises(ValueError, match="indices: int16"):
+        SelectionRecord(one.indices[0], one.cfg)
