@@ -276,7 +276,7 @@ def test_under_autocast():
     assert error(results[1], results[0]) < 0.05
 
 
-@pytest.mark.parametrize("module", ["nsa.hf", "nsa.convert"])
+@pytest.mark.parametrize("module", ["nsa.hf", "nsa.convert", "nsa.inspect"])
 def test_without_transformers_one_line_says_what_to_install(module):
     program = f"import sys; sys.modules['transformers'] = None; import {module}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

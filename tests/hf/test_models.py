@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ import sys
 import textwrap
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,6 +44,7 @@ from models import (
     tokens,
     vision_language,
 )
+from nsa.inspect import main as draw_inspected
 from nsa.selector import sampled_divergence
 
 BOTH = pytest.mark.parametrize("name", SPARSE)
@@ -311,6 +314,91 @@ def test_images_train_and_have_a_selector_loss(sees):
         torch.manual_seed(1)
         losses.append(sampled_divergence(q, k, other, layers[0].phi_k(q.dtype), layers[0].cfg, rope, 16))
     assert torch.equal(*losses) and losses[0] > 0
+
+
+# What a layer attended to
+
+
+@pytest.mark.parametrize("share_kv", [False, True])
+def test_gates_weights_and_values_make_the_attention(share_kv):
+    model = sparse("qwen3", nsa={"share_kv": share_kv, "topk": 3}, dense_layers=[1])
+    attention, seen = model.model.layers[0].self_attn, []
+    attention.register_forward_pre_hook(lambda _, __, given: seen.append(given["hidden_states"]), with_kwargs=True)
+    attention.o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    with torch.no_grad():
+        layer, dense_layer = model(tokens(2, 100), output_nsa=True).nsa
+        v = attention._branches(attention.v_proj, None, seen[0])
+        v["cmp"] = nsa.compress(v["cmp"], attention.phi_v(v["cmp"].dtype), attention.cfg)
+    parts = [
+        gate[..., None] * torch.einsum("bhst,bthd->bshd", layer.weights[branch], v[branch].repeat_interleave(4, 2))
+        for gate, branch in zip(layer.gates.unbind(-1), layer.weights, strict=True)
+    ]
+    assert list(v) == ["cmp", "slc", "swa"] and dense_layer is None
+    assert error(sum(parts).flatten(-2), seen[1]) < 1e-5
+    assert layer.indices.shape == (2, 100, 2, 3) and layer.indices.max() == 6
+    assert not attention.keep_record and attention.record is None
+
+
+def test_a_padded_row_has_its_own_selection(sees):
+    inputs = pictures(*ROWS)
+    mask = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        together = sees(**inputs, output_nsa=True).nsa
+        names = ("input_ids", "mm_token_type_ids")
+        row = {name: inputs[name][1:, mask[1]] for name in names} | {"image_grid_thw": inputs["image_grid_thw"][1:]}
+        alone = sees(**row, pixel_values=inputs["pixel_values"][560:], output_nsa=True).nsa
+    for many, one in zip(together, alone, strict=True):
+        length = one.gates.shape[1]
+        assert torch.equal(many.indices[1, mask[1]], one.indices[0]) and (many.indices[1, ~mask[1]] == -1).all()
+        assert error(many.gates[1, mask[1]], one.gates[0]) < 1e-5
+        for branch, weight in one.weights.items():
+            assert error(many.weights[branch][1][:, mask[1], : weight.shape[-1]], weight[0]) < 1e-4
+            assert not many.weights[branch][1][:, ~mask[1]].any() and weight.shape[2] == length
+
+
+def test_forwards_that_keep_no_record():
+    model, ids = sparse("llama"), tokens(1, 40)
+    for inputs, message in (
+        ({"use_cache": True}, r"^output_nsa = True: must be False with a cache$"),
+        ({"position_ids": torch.arange(40)[None] % 20}, r"^output_nsa = True: must be False with packed sequences$"),
+        ({"output_attentions": True}, r"^output_attentions = True: must be False in a sparse model, which has out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(ids, output_nsa=True, **inputs)
+    assert "input_ids" in inspect.signature(model.forward).parameters  # by which Trainer chooses columns
+    assert len(model(ids, output_nsa=True, return_dict=False)[-1]) == 2
+
+
+def test_a_picture_of_what_layers_attend_to(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    folder, file = tmp_path / "model", tmp_path / "ids"
+    sparse("llama", dense_layers=[1], num_hidden_layers=3).save_pretrained(folder)
+    file.write_text(" ".join(str(i % VOCABULARY) for i in range(150)))
+
+    def drawn(out, *options):
+        code = draw_inspected([str(folder), "--out", str(tmp_path / out), *options])
+        printed = capsys.readouterr()
+        assert code == 0 or len(printed.err.splitlines()) == 1
+        return printed.out if code == 0 else printed.err.removeprefix("error: ")
+
+    assert drawn("a.png", "--ids", str(file)) == f"{tmp_path / 'a.png'}: layers 0, 2 of {folder}, 150 tokens\n"
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert drawn("b.png", "--prompt", "w1 w2").startswith(f"--prompt: {folder} has no tokenizer of transformers: must")
+    assert drawn("b.png", "--ids", str(file), "--layers", "1").startswith(
+        "--layers 1: must be numbers of sparse layers"
+    )
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    assert drawn("b.html", "--prompt", "w1 <b> w2", "--layers", "2").endswith(f"layers 2 of {folder}, 3 tokens\n")
+    assert "w1 &lt;b&gt; w2" in (tmp_path / "b.html").read_text() and not (tmp_path / "b.png").exists()
+    file.write_text("1 97")
+    assert drawn("b.png", "--ids", str(file)) == f"{file}: must be token numbers 0 ... 96, at least one\n"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "nsa.report.style")
+    monkeypatch.delattr(nsa.report, "style")
+    assert drawn("b.png", "--ids", str(file)).endswith(": pip install matplotlib\n")
 
 
 # Generation

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
         ("docs/guide/python.md", 6),
         ("docs/guide/migration.md", 3),
         ("docs/guide/serving.md", 1),
-        ("docs/guide/transformers.md", 3),
+        ("docs/guide/transformers.md", 4),
     ],
 )
 def test_examples_run(page, count):

@@ -52,10 +52,12 @@ if _VERSION >= (5, 24):
         NsaQwen3VLModel,
         NsaQwen3VLTextModel,
     )
+    from .records import NsaLayerOutput
     from .training import NsaTrainerMixin, lora_fields
 
 __all__ = [
     "NsaDynamicLayer",
+    "NsaLayerOutput",
     "NsaLlamaConfig",
     "NsaLlamaForCausalLM",
     "NsaLlamaForSequenceClassification",

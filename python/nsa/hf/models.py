@@ -82,6 +82,7 @@ from .configuration import (
     Sparse,
 )
 from .packing import Rows, offsets_of_restarts
+from .records import NsaLayerOutput, branch_weights, with_output_nsa
 from .rotation import add_tokens, attention_by_token_tables
 
 
@@ -140,6 +141,8 @@ class NsaAttention(NativeSparseAttention):
         )
         self.config = config
         self.layer_idx = layer_idx
+        self.keep_record = False
+        self.record: NsaLayerOutput | None = None
         first: Any = self.gate[0]
         last: Any = self.gate[2]
         first.on_every_rank = True  # for SomeColwise
@@ -179,6 +182,8 @@ class NsaAttention(NativeSparseAttention):
             o, selected = attend(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, return_indices=True, **inputs)
             if self.replayed is not None:
                 self.replayed[0].compare(self.replayed[1], inputs["indices"], selected)
+            if self.keep_record:
+                self._keep_record(q, k, gates, inputs.get("indices", selected), inputs["weights_k"], layout)
             if self.selector_queries:
                 if q.shape[-2] < self.num_heads:
                     given = f"selector_queries = {self.selector_queries}"
@@ -194,6 +199,31 @@ class NsaAttention(NativeSparseAttention):
             o = held.step(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, **inputs)
         o = self.o_proj(o.flatten(-2)).view(hidden_states.shape)
         return o if rows is None else rows.back(o), None
+
+    def _keep_record(
+        self,
+        q: Tensor,
+        k: dict[str, Tensor],
+        gates: Tensor,
+        indices: Tensor,
+        weights: CompressionWeights,
+        layout: Layout,
+    ) -> None:
+        rows = layout.rows
+        if layout.cu_seqlens is not None:
+            raise ValueError("output_nsa = True: must be False with packed sequences")
+        if rows is not None:
+            q, gates, indices, *keys = (x.unflatten(0, rows.order.shape) for x in (q, gates, indices, *k.values()))
+            k = dict(zip(k, keys, strict=True))
+        found = branch_weights(q, k, weights, indices, self.cfg, layout.tables)
+        if rows is not None:
+            behind = torch.arange(q.shape[1], device=q.device) >= rows.count[:, None]
+            indices = rows.back(indices.masked_fill(behind[..., None, None], -1))
+            gates = rows.back(gates.masked_fill(behind[..., None, None], 0.0))
+            for branch, weight in found.items():
+                by_query = weight.transpose(1, 2).masked_fill(behind[..., None, None], 0.0)
+                found[branch] = rows.back(by_query).transpose(1, 2)
+        self.record = NsaLayerOutput(indices, gates, found)
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:  # type: ignore[override]  # there without self
         # With tensor parallelism `heads` is more than there are.
@@ -261,6 +291,7 @@ class _Sparse(Mixin):
         super().__init_subclass__(**options)
         if cls.__module__ == __name__ and "config_class" in vars(cls):
             cls.__doc__ = cls.__bases__[0].__doc__
+            cls.forward = with_output_nsa(cls.forward)
             cls._auto.register(cls.config_class, cls)
             if cls._auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
                 CAUSAL_MODELS[cls.config_class] = cls
@@ -330,7 +361,7 @@ class _SparseModel(_Sparse):
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask: {tuple(attention_mask.shape)}: must be (B, S) or None")
         if kwargs.get("output_attentions"):
-            raise ValueError("output_attentions = True: must be False in a sparse model")
+            raise ValueError("output_attentions = True: must be False in a sparse model, which has output_nsa = True")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             checkpointing = self.gradient_checkpointing and self.training

@@ -25,13 +25,19 @@ def write_page(file: Path, sources: Sources, pictures: list[tuple[str, str, Path
         body.append(f"<p><strong>{escape(sentence)}</strong></p>")
     if sources.runs:
         body.append(_table(sources.runs))
+    write_document(file, "NSA report", body, pictures)
+
+
+def write_document(file: Path, name: str, body: list[str], pictures: list[tuple[str, str, Path]]) -> None:
+    """A page of HTML elements, and pictures behind them: title, text, PNG file."""
+    body = list(body)
     for title, text, png in pictures:
         data = base64.b64encode(png.read_bytes()).decode()
         body += [f"<h2>{escape(title)}</h2>", f"<p>{escape(text)}</p>"]
         body.append(f'<img src="data:image/png;base64,{data}" alt="{escape(title)}">')
     content = "\n".join(body)
     file.write_text(
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>NSA report</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>'
         f"<style>{_STYLE}</style></head>\n<body>\n{content}\n</body></html>\n",
         encoding="utf-8",
     )
