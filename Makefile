@@ -108,7 +108,7 @@ mutation: build
 	@$(BIN)/python tests/mutation/run.py
 
 adversarial: build
-	@tools/adversarial.sh
+	@tools/test.sh adversarial
 
 vllm-test:
 	@ls dist/*.whl >/dev/null 2>&1 || $(MAKE) wheel

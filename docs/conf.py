@@ -45,6 +45,12 @@ breathe_projects = {"nsa": str(doxygen["OUTPUT_DIRECTORY"] / "xml")}
 breathe_default_project = "nsa"
 breathe_show_include = False
 
+# A page for each public module but nsa, whose page says more. They are not tracked.
+modules = ("nsa.compat.fla", "nsa.hf", "nsa.parallel", "nsa.reference", "nsa.replay", "nsa.serving")
+for module in modules:
+    page = f"# {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n```\n"
+    (root / "docs" / "api" / f"{module}.md").write_text(page, encoding="utf-8")
+
 # One signature with every argument says more than the overloads, which are there for type checkers.
 for module in ("nsa.decoding", "nsa.functional"):
     analyzer = ModuleAnalyzer.for_module(module)

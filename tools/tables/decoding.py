@@ -26,7 +26,6 @@ def decode():
     yield "![time of a decode step over the context, NSA, flash_nsa, dense attention and bytes](images/decode_time.png)"
     yield "### Generation"
     yield from generate_speed(result)
-    yield "![tokens per second of generation over the context](images/generate_speed.png)"
 
 
 def decode_steps(result, stages):

@@ -9,21 +9,25 @@ from tables.text import RESULTS, figure, fill, gpu_of, read, source, table
 PROBLEM = "B = 1, H = 64, Hkv = 4, bfloat16, φ = mlp, defaults"
 
 
-def stage_runs(name):
-    """A text of bench/gpu/cuda_stages.cu: (heading, {length: {stage: (ms, MiB)}}) for each run in it."""
+def stage_runs(kind):
+    """(heading, {length: {stage: (ms, MiB)}}) of bench/gpu/cuda_stages.cu, for each run of a kind in its results.
+
+    `kind`: "portable" kernels, "groups" of heads (one operation, with --kv-heads), or "" for the others.
+    """
     runs = []
-    for line in (RESULTS / name).read_text(encoding="utf-8").splitlines():
+    for line in (RESULTS / "cuda_stages.txt").read_text(encoding="utf-8").splitlines():
         if re.match(r"(\w+=\S+ )*cuda_stages ", line):
             runs.append((line, {}))
         elif found := re.match(r"S = (\d+)", line):
             now = runs[-1][1].setdefault(int(found[1]), {})
         elif found := re.match(r"  (.+?) +([0-9.]+) ms +workspace +([0-9.]+) MiB", line):
             now[found[1]] = float(found[2]), float(found[3])
-    return runs
+    kinds = {"NSA_CUDA_KERNELS=portable": "portable", "--kv-heads": "groups"}
+    return [run for run in runs if next((k for mark, k in kinds.items() if mark in run[0]), "") == kind]
 
 
-def operations_alone(name):
-    for heading, lengths in stage_runs(name):
+def operations_alone(kind):
+    for heading, lengths in stage_runs(kind):
         command, about = heading.split(": ", 1)
         yield fill(f"{about}: {PROBLEM}. Medians in ms, in brackets the workspace in MiB.") + f"\n\n    {command}"
         stages = list(next(iter(lengths.values())))
@@ -38,7 +42,7 @@ def operations_alone(name):
 
 def operations():
     yield "## Single operations on a GPU"
-    yield from operations_alone("cuda_stages.txt")
+    yield from operations_alone("")
     yield "### Groups of query heads"
     yield from groups()
     yield "### Blocks of 128 tokens"
@@ -46,8 +50,8 @@ def operations():
 
 
 def groups():
-    """`nsa_attention` by number of KV heads, a row for each run of cuda_stages_groups.txt."""
-    runs = stage_runs("cuda_stages_groups.txt")
+    """`nsa_attention` by number of KV heads, a row for each run."""
+    runs = stage_runs("groups")
     commands = "\n".join(f"    {heading.split(': ', 1)[0]}" for heading, _ in runs)
     about = runs[0][0].split(": ", 1)[1]
     stages = {stage for _, found in runs for rows in found.values() for stage in rows}
@@ -118,7 +122,7 @@ def through_python():
 def portable():
     yield "## Portable CUDA kernels"
     yield "GPUs other than Hopper run these. Measured on an H200 with `NSA_CUDA_KERNELS=portable`."
-    yield from operations_alone("cuda_stages_portable.txt")
+    yield from operations_alone("portable")
     result = read("peers_portable.json")
     yield peers_about(result)
     yield peers_table(result, lambda length, name: length == "65536" or whole_or_dense(length, name))

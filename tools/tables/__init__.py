@@ -1,1 +1,0 @@
-"""The tables of docs/performance.md, a module for each measuring program; tools/performance.py puts them together."""
