@@ -46,12 +46,16 @@ def test_own_indices():
     assert answers["oracle"] == 100 > answers["scores"] > 40 > 25 > answers["random"]
 
 
-def test_llama():
+def test_finetune():
     pytest.importorskip("transformers", minversion="5.24")
-    printed = run("llama.py")
-    losses = [float(loss) for loss in re.findall(r"step +\d+: ([\d.]+) nats", printed)]
-    assert len(losses) == 4 and losses[-1] < 1.2  # the entropy of the text is 0.74
-    assert len(re.search(r"generated: \[(.*)\]", printed)[1].split(",")) == 8
+    pytest.importorskip("peft")
+    printed = run("finetune.py")
+    steps = re.findall(r"step (\d+): ([\d.]+) nats per byte, phi moved by ([\d.]+)", printed)
+    losses, moved = ([float(step[i]) for step in steps] for i in (1, 2))
+    assert len(losses) == 4 and losses[-1] < min(4.2, losses[0] - 0.3)  # ln 256 is 5.5
+    assert 0 < moved[0] < moved[-1] < 0.5 * 40 * 1e-2  # half the rate of the adapters
+    right, asked = map(int, re.search(r"right continuations: (\d+) of (\d+)", printed).groups())
+    assert asked > 30 and right > 0.8 * asked
 
 
 def test_images():
