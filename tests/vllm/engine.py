@@ -18,13 +18,13 @@ os.environ.update(
     {
         "HF_HUB_OFFLINE": "1",
         "OMP_WAIT_POLICY": "passive",
-        "TORCHDYNAMO_DISABLE": "1",  # parts of vLLM compile even with enforce_eager
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
     }
 )
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # parts of vLLM compile even with enforce_eager
 
 import torch
 

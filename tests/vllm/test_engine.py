@@ -113,6 +113,28 @@ def test_soak(folder):
         print(f"{finished} finished, {cancelled} cancelled, {metric(llm, 'num_preemptions')} preemptions")
 
 
+COMPILED = """
+from test_engine import *
+from vllm.platforms import current_platform
+
+kind = current_platform.get_cpu_architecture()  # reads platform.uname, which dynamo cannot trace
+type(current_platform).get_cpu_architecture = classmethod(lambda _: kind)
+prompts, path = prompts_of(LENGTHS, 64), Path(sys.argv[1])
+truth = answers(path, prompts, 40)
+with engine(path, enforce_eager=False, max_num_batched_tokens=128) as llm:
+    assert llm.llm_engine.vllm_config.compilation_config.mode != 0
+    assert_equal(generate(llm, prompts, 40), truth)
+"""
+
+
+def test_compiled(folder):
+    """The model as vLLM traces and compiles it, with its attention as one operator."""
+    answers(folder("qwen3"), prompts_of(LENGTHS, 64), 40)
+    command = [sys.executable, "-c", COMPILED, str(folder("qwen3"))]
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
+    subprocess.run(command, check=True, cwd=Path(__file__).parent, env=environment)
+
+
 def test_rejected_drafts(folder):
     """The last engine of this process: numba, which proposes these drafts, keeps vLLM 0.32 from starting another."""
     prompts = [prompt * 2 for prompt in prompts_of([20, 65, 120])]

@@ -112,10 +112,8 @@ class NsaMetadataBuilder(AttentionMetadataBuilder[NsaMetadata]):
             raise ValueError(f"{wrong}: all attention backends of the model must support pages of {layout.page_size}")
         self.columns = layout.page_size // layout.raw_slots
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
-        pages = math.ceil(vllm_config.model_config.max_model_len / layout.page_size)
-        self.repeated = torch.zeros(
-            vllm_config.scheduler_config.max_num_seqs, (pages + 1) * self.columns, dtype=torch.int32, device=device
-        )
+        self.max_requests = vllm_config.scheduler_config.max_num_seqs
+        self.repeated: Tensor | None = None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -151,11 +149,11 @@ class NsaMetadataBuilder(AttentionMetadataBuilder[NsaMetadata]):
         if self.columns == 1:
             return table
         rows, pages = table.shape
-        if rows > self.repeated.shape[0] or pages * self.columns > self.repeated.shape[1]:
-            raise ValueError(f"block_table: {tuple(table.shape)}: more than the engine's limits say")
-        repeated = self.repeated[:rows, : pages * self.columns]
-        repeated.unflatten(1, (pages, self.columns)).copy_(table[:, :, None])
-        return repeated
+        if self.repeated is None:
+            self.repeated = table.new_zeros(max(rows, self.max_requests), pages, self.columns)
+        if rows > self.repeated.shape[0] or pages != self.repeated.shape[1]:
+            raise ValueError(f"block_table: {tuple(table.shape)}: must be at most {tuple(self.repeated.shape[:2])}")
+        return self.repeated[:rows].copy_(table[:, :, None]).flatten(1)
 
 
 class NsaImpl(AttentionImpl[NsaMetadata]):
@@ -187,8 +185,6 @@ class NsaImpl(AttentionImpl[NsaMetadata]):
         q = query[:, : heads * dim].unflatten(-1, (heads, dim))
         gates = query[:, heads * dim : heads * (dim + 3)].unflatten(-1, (heads, 3))
         raw, rotated = key.split(dim, dim=-1)
-        phi_k, phi_v, rope = layer.weights
-        weights = {"weights_k": phi_k(query.dtype), "weights_v": phi_v(query.dtype)}
         for part in attn_metadata.parts:
             rows = part.rows
             decode_paged(
@@ -202,10 +198,9 @@ class NsaImpl(AttentionImpl[NsaMetadata]):
                 overflow=attn_metadata.overflow,
                 k_slc=rotated[rows],
                 k_swa=rotated[rows],
-                rope=rope,
                 rotated=True,
                 out=output[rows],
-                **weights,
+                **layer.weights(),
             )
         return output
 
@@ -273,7 +268,8 @@ class NsaAttentionLayer(nn.Module, AttentionLayerBase):
         super().__init__()
         self.num_heads, self.dtype = num_heads, vllm_config.model_config.dtype
         self.layout = PageLayout(cfg, vllm_config.cache_config.block_size, num_kv_heads, head_dim)
-        self.weights = weights  # φ and the tables of rotation; a tuple, or φ would be registered twice
+        self.sources = weights  # φ and the tables of rotation; a tuple, or φ would be registered twice
+        self._weights: dict[str, Any] | None = None
         self.layer_name = prefix
         self.impl = NsaImpl()
         self.kv_cache = torch.tensor([])
@@ -303,6 +299,13 @@ class NsaAttentionLayer(nn.Module, AttentionLayerBase):
         if self._bound is None or self._bound[0] != memory.data_ptr():
             self._bound = memory.data_ptr(), self.layout.views(memory)
         return self._bound[1]
+
+    def weights(self) -> dict[str, Any]:
+        """Weights as `decode_paged` takes them: the parameters themselves, which vLLM may fill again."""
+        if self._weights is None:
+            phi_k, phi_v, rope = self.sources
+            self._weights = {"weights_k": phi_k(self.dtype), "weights_v": phi_v(self.dtype), "rope": rope}
+        return self._weights
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, k_rotated: Tensor, gates: Tensor) -> Tensor:
         """Attention of packed new tokens: q and k_rotated are rotated, k is not; gates (T, H, 3)."""

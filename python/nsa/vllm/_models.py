@@ -104,7 +104,7 @@ def rotation(config: Any, vllm_config: VllmConfig) -> tuple[Tensor, Tensor]:
     """float32 cosines and sines (positions, head_dim / 2) as `nsa.hf` has them, one copy for all layers."""
     for layer in vllm_config.compilation_config.static_forward_context.values():
         if isinstance(layer, NsaAttentionLayer):
-            return layer.weights[2]
+            return layer.sources[2]
     with torch.device("cpu"):
         positions = torch.arange(vllm_config.model_config.max_model_len + 1)
         cos, sin = LlamaRotaryEmbedding(config)(torch.empty(0, dtype=torch.float32), position_ids=positions[None])
