@@ -145,30 +145,31 @@ TEST(SelectionTies, GoToTheLowerIndex) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     for (const std::int64_t group : {5, 16}) {
       for (const int topk : {4, 22}) {
-        Case c{.dtype = dtype, .q_lens = {1300}, .kv_heads = 1, .group = group, .cfg = small_config()};
-        c.cfg.topk = topk;
-        Problem p(c);
-        fill_value(p.k_c, 0.5);
-        fill_exact(p.q, 3);
-        const CompressedAttentionParams f = [&] {
-          CompressedAttentionParams params = p.compressed();
-          params.lse = p.lse;
-          return params;
-        }();
-        Tensor o = p.query_rows(group, 64, dtype);
-        CompressedAttentionParams with_o = f;
-        with_o.o = o;
-        ASSERT_TRUE(under_test.compressed_attention(with_o, kCpu).ok());
-        const Tensor indices = select(p);
-        // With l = 8, d = 4, l' = 16 block 0 weighs 1 less than the others: init block 0, then 1, 2, ..., then the
-        // local ones.
-        for (const std::int64_t t : {399, 799, 1299}) {
-          for (std::int64_t n = 0; n < topk; ++n) {
-            const std::int64_t expected = n < topk - 2 ? n : t / 16 - (topk - 1 - n);
-            EXPECT_EQ(indices.get({0, t, 0, n}), static_cast<double>(expected)) << "query " << t << ", rank " << n;
+        for (const std::int64_t keys : {400, 1300}) {
+          const std::int64_t queries = 40;  // the last ones
+          Case c{.dtype = dtype, .q_lens = {queries}, .k_lens = {keys}, .kv_heads = 1, .group = group};
+          c.cfg = small_config();
+          c.cfg.topk = topk;
+          Problem p(c);
+          fill_value(p.k_c, 0.5);
+          fill_exact(p.q, 3);
+          CompressedAttentionParams f = p.compressed();
+          f.lse = p.lse;
+          Tensor o = p.query_rows(group, 64, dtype);
+          f.o = o;
+          ASSERT_TRUE(under_test.compressed_attention(f, kCpu).ok());
+          const Tensor indices = select(p);
+          // With l = 8, d = 4, l' = 16 block 0 weighs 1 less than the others: init block 0, then 1, 2, ..., then the
+          // local ones.
+          for (const std::int64_t row : {std::int64_t{0}, queries - 1}) {
+            const std::int64_t t = keys - queries + row;
+            for (std::int64_t n = 0; n < topk; ++n) {
+              const std::int64_t expected = n < topk - 2 ? n : t / 16 - (topk - 1 - n);
+              EXPECT_EQ(indices.get({0, row, 0, n}), static_cast<double>(expected)) << "query " << t << ", rank " << n;
+            }
           }
+          expect_valid_selection(p.selection(), indices, 0);
         }
-        expect_valid_selection(p.selection(), indices, 0);
       }
     }
   }

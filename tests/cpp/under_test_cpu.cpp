@@ -20,7 +20,11 @@ const Operations under_test{compress,
                             0,
                             [] { return false; }};
 
-std::vector<Case> supported(std::vector<Case> cases) { return cases; }
+/// Not the longest selection: three heads that take turns are a path of the GPU's, and the oracle takes 30 s for them.
+std::vector<Case> supported(std::vector<Case> cases) {
+  std::erase_if(cases, [](const Case& c) { return c.name == "filtered"; });
+  return cases;
+}
 std::vector<Case> supported_by_compress(std::vector<Case> cases) { return cases; }
 
 }  // namespace nsa::test
