@@ -736,10 +736,11 @@ def test_a_folder_loads_by_its_name_where_nsa_is_not_imported(tmp_path):
     ids = tokens(1, 50)
     with torch.no_grad():
         torch.save((ids, model(ids).logits), tmp_path / "expected.pt")
+    nsa.hf.convert(vision_language(), nsa=SMALL).save_pretrained(tmp_path / "images")
     script = """
         import sys
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         folder, again = "model", "again"
         assert "nsa" not in sys.modules
         try:
@@ -754,6 +755,9 @@ def test_a_folder_loads_by_its_name_where_nsa_is_not_imported(tmp_path):
         except ImportError as error:
             assert "import nsa.hf" in str(error), error
         del sys.modules["nsa"]
+        images = AutoModelForImageTextToText.from_pretrained("images", trust_remote_code=True)
+        assert type(images).__name__ == "NsaQwen3VLForConditionalGeneration"
+        assert type(images.model.language_model).__name__ == "NsaQwen3VLTextModel"
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         ids, expected = torch.load("expected.pt")
         with torch.no_grad():

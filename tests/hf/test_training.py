@@ -128,6 +128,43 @@ def test_selector_loss_in_trainer(tmp_path):
     assert sum(observed[-5:]) < 0.8 * sum(observed[:5])
 
 
+def test_the_loop_of_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = with_selector_loss(sparse("qwen3", nsa=WIDE), 16)
+    phi, before = model.model.layers[0].self_attn.phi_k.w1, model.model.layers[0].self_attn.phi_k.w1.detach().clone()
+    ids, seen = tokens(2, 100), []
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(nsa.parameter_groups(model, 3e-3, 0.1)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="phi|model: ")
+        for _ in range(10):
+            with accelerator.accumulate(model):
+                loss = model(ids, labels=ids).loss
+                accelerator.backward(loss + 0.1 * nsa.selector_loss(model))
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(loss.item())
+    assert seen[-1] < 0.9 * seen[0]
+    assert 3e-3 / 4 < (phi - before).abs().max() < 1.05 * 5 * 3e-3 / 4  # five steps at a quarter of the rate
+
+
+def test_outputs_that_cost_another_forward_are_not_requested(tmp_path):
+    class WithFusedHead(Trainer):
+        """As TRL's SFTTrainer, whose loss comes without logits."""
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs, False, num_items_in_batch)
+            with torch.no_grad():
+                return (loss, model(**inputs)) if return_outputs else loss
+
+    class SparseWithFusedHead(nsa.hf.NsaTrainerMixin, WithFusedHead):
+        pass
+
+    run = trainer(sparse("llama", nsa=WIDE), tmp_path, 2, SparseWithFusedHead, save_strategy="no")
+    run.train()
+    assert nsa.selector_loss(run.model) > 0 and torch.isfinite(torch.tensor(losses(run))).all()
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("accepts", [True, False])
 def test_the_selector_loss_does_not_grow_with_accumulation(accepts, accumulate, tmp_path):

@@ -72,7 +72,11 @@ class NsaTrainerMixin(Mixin):
         layers = self._selectors(model) if model.training and self.selector_loss_weight else []
         for layer in layers:
             layer.selector_queries = layer.selector_queries or self.selector_queries
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        # Outputs that nobody wants may cost another forward, whose selector loss is none.
+        result = super().compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+        loss, outputs = result if return_outputs else (result, None)
         if layers:
             weight = self.selector_loss_weight
             scaled = self.loss_is_scaled_for_ga
