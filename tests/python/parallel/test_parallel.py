@@ -132,8 +132,17 @@ def reduced(mesh):
     }
 
 
+def other_blocks(cfg):
+    """A record of each of two sequences: the first blocks instead of the most important ones."""
+    own = torch.arange(S)[:, None] // cfg.block_size
+    blocks = torch.arange(cfg.topk).expand(S, -1)
+    blocks = torch.where(own < cfg.topk, blocks, torch.cat((blocks[:, :-1], own), 1)).masked_fill(blocks > own, -1)
+    record = nsa.replay.SelectionRecord(blocks[None, :, None].repeat(1, 1, 2, 1).short(), cfg)
+    return [record, record]
+
+
 def layer_step(cp):
-    """A layer's output and the gradients of its parameters, summed over the ranks."""
+    """A layer's output, also with recorded blocks, and the gradients of its parameters, summed over the ranks."""
     torch.manual_seed(5)
     layer = nsa.NativeSparseAttention(32, 4, 2, DK, cfg=CFG, qk_norm=True).to(DEVICE)
     for name, parameter in layer.named_parameters():
@@ -147,7 +156,10 @@ def layer_step(cp):
     if cp is not None:
         for gradient in gradients.values():
             dist.all_reduce(gradient, group=cp.group)
-    return {"o": o.detach() if cp is None else cp.unshard(o)} | gradients
+    with torch.no_grad(), nsa.replay.replay(layer, other_blocks(CFG)):
+        replayed = layer(x if cp is None else cp.shard(x))
+    outputs = {"o": o.detach(), "replayed": replayed}
+    return {name: t if cp is None else cp.unshard(t) for name, t in outputs.items()} | gradients
 
 
 class Dropped(torch.autograd.Function):
@@ -308,6 +320,7 @@ def test_a_type_without_kernels():
 
 def test_layer(ranks):
     expected = layer_step(None)
+    assert (expected["replayed"] - expected["o"]).abs().max() > 1e-2
     for *_, found, _ in ranks:
         assert found.keys() == expected.keys()
         for name, t in expected.items():
