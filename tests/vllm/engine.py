@@ -50,6 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "partial": {"nsa": RECIPE, "rope_parameters": PARTIAL, "dense_layers": [0]},
     "dense": {"nsa": PAPER, "dense_layers": [1]},
     "qwen3": {"nsa": {**RECIPE, "phi_per_kv_head": True}, "dense_layers": [1]},
+    "mistral": {"nsa": RECIPE, "sliding_window": None, "dense_layers": [2]},
+    "qwen2": {"nsa": RECIPE, "dense_layers": [1]},
     "echo": {"nsa": RECIPE, "initializer_range": 0.06},  # repeats itself
     "separate": {"nsa": {**RECIPE, "share_kv": False}},
 }
@@ -65,13 +67,15 @@ def save_model(name: str, root: Path) -> Path:
 
         make_model(str(folder))
         return folder
-    family = "Qwen3" if name == "qwen3" else "Llama"
+    family = name.capitalize() if name in ("mistral", "qwen2", "qwen3") else "Llama"
     torch.manual_seed(0)
     config = getattr(nsa.hf, f"Nsa{family}Config")(**{**SIZES, **MODELS[name]})
     model = getattr(nsa.hf, f"Nsa{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if ".gate.2." in key:
+                parameter.normal_(0, 0.5)
+            elif key.endswith("_proj.bias"):
                 parameter.normal_(0, 0.5)
             elif ".phi_" in key:
                 parameter.add_(0.02 * torch.randn_like(parameter))

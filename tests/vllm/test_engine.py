@@ -36,6 +36,8 @@ CASES = {
     "chunks of 64, 3 slots": ("paper", {"max_num_batched_tokens": 64, "max_num_seqs": 3}, 0),
     "dense layer": ("dense", {"block_size": 32, "max_num_batched_tokens": 200}, 64),
     "partial RoPE": ("partial", {"block_size": 128, "max_num_batched_tokens": 128}, 150),
+    "Mistral": ("mistral", {}, 0),
+    "Qwen2": ("qwen2", {"max_num_batched_tokens": 200}, 64),
     "Qwen3": ("qwen3", {"block_size": 64, "max_num_batched_tokens": 128}, 64),
     "small pages": ("recipe", {"block_size": 16, "max_num_batched_tokens": 50}, 150),
     "large pages": ("paper", {"block_size": 256, "max_num_batched_tokens": 300}, 300),

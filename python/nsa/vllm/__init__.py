@@ -9,7 +9,7 @@ from typing import Any
 
 from ..decoding import MAX_DECODE_TOKENS
 
-MODELS = ("NsaLlamaForCausalLM", "NsaQwen3ForCausalLM")
+MODELS = tuple(f"Nsa{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3"))
 
 
 def register() -> None:
@@ -51,12 +51,13 @@ def check_supported(vllm_config: Any) -> None:
         vllm_config.scheduler_config.scheduler_cls,
     )
     stride, page_size = config.nsa["kernel_stride"], cache.block_size or 0
-    dense_bias = bool(config.dense_layers) and config.model_type == "nsa_qwen3" and config.attention_bias
+    bias = getattr(config, "attention_bias", False)
+    dense_bias = bool(config.dense_layers) and config.model_type == "nsa_qwen3" and bias
     method = getattr(drafts, "method", None)
     num_drafts = getattr(drafts, "num_speculative_tokens", None) or 0
     for name, given, supported, rule in (
         ("nsa: share_kv", config.nsa["share_kv"], config.nsa["share_kv"], "True"),
-        ("attention_bias", config.attention_bias, not dense_bias, "False for Qwen3 with dense_layers"),
+        ("attention_bias", bias, not dense_bias, "False for Qwen3 with dense_layers"),
         ("kv_cache_dtype", cache.cache_dtype, cache.cache_dtype == "auto", "auto: pages have the model's dtype"),
         ("block_size", page_size, page_size % 16 == 0, "a multiple of 16"),
         ("block_size", page_size, page_size % stride == 0, f"a multiple of kernel_stride = {stride}"),

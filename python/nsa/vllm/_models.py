@@ -1,4 +1,4 @@
-"""NsaLlamaForCausalLM and NsaQwen3ForCausalLM of `nsa.hf` for vLLM: all but the attention is vLLM's Llama."""
+"""Causal models of `nsa.hf` for vLLM: all but the attention is vLLM's Llama."""
 
 from __future__ import annotations
 
@@ -114,6 +114,7 @@ def rotation(config: Any, vllm_config: VllmConfig) -> tuple[Tensor, Tensor]:
 
 
 def _attention(config: Any, prefix: str, **options: Any) -> nn.Module:
+    options["bias"] |= config.model_type == "nsa_qwen2"
     if extract_layer_index(prefix) not in config.dense_layers:
         return NsaAttention(config=config, prefix=prefix, **options)
     if config.model_type != "nsa_qwen3":
@@ -141,6 +142,14 @@ class NsaLlamaForCausalLM(LlamaForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check_supported(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=NsaDecoderLayer)
+
+
+class NsaMistralForCausalLM(NsaLlamaForCausalLM):
+    """The same model."""
+
+
+class NsaQwen2ForCausalLM(NsaLlamaForCausalLM):
+    """The same with biases of q, k and v."""
 
 
 class NsaQwen3ForCausalLM(NsaLlamaForCausalLM):
