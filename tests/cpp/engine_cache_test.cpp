@@ -16,8 +16,10 @@ namespace {
 struct EngineOptions {
   const char* name;
   bool packed = false, caller_lengths = false, compressed_with_tokens = false, window_pages = false, raw_pages = false;
+  bool shares = false;  // the window's memory and that of raw values are the selection's; raw keys have 32 slots
 };
-constexpr EngineOptions kAll{"all", true, true, true, true, true};
+constexpr EngineOptions kAll{"all", true, true, true, true, true},
+    kShared{"shared", true, true, true, true, true, true};
 
 /// A cache in memory of an engine: pages in any order, or rings where no pages are asked for.
 class EngineCache {
@@ -33,7 +35,9 @@ class EngineCache {
     if (options.compressed_with_tokens) table_c = {};
     swa = options.window_pages ? make(page_size, &table_swa) : make_rings(c.cfg.window_size + kRollback);
     stored_ = c.dtype;
-    cmp = options.raw_pages ? make(page_size, &table_cmp) : make_rings(c.cfg.kernel_size + kRollback);
+    const std::int64_t raw = options.shares && page_size % 32 == 0 ? 32 : page_size;
+    cmp = options.raw_pages ? make(raw, &table_cmp) : make_rings(c.cfg.kernel_size + kRollback);
+    if (options.raw_pages) repeat_pages(table_cmp, page_size / raw);
     k_scale = c.k_scale, v_scale = c.v_scale;
     lengths = Tensor(DType::kInt32, {c.batch}), overflow = Tensor(DType::kInt32, {1});
     fill_value(lengths, 0), fill_value(overflow, 0);
@@ -48,6 +52,8 @@ class EngineCache {
     v.k_swa_ring = swa.k, v.v_swa_ring = swa.v, v.k_cmp_ring = cmp.k, v.v_cmp_ring = cmp.v;
     if (options_.window_pages) v.block_table_swa = table_swa;
     if (options_.raw_pages) v.block_table_cmp = table_cmp;
+    if (options_.shares) v.k_swa_ring = v.v_swa_ring = v.block_table_swa = {};
+    if (shares_values()) v.v_cmp_ring = {};
     v.cache_seqlens = lengths, v.overflow = overflow;
     v.advance = !options_.caller_lengths;
     if (!c_.float8()) return v;
@@ -90,6 +96,8 @@ class EngineCache {
     p.q = take(stream.q), p.gates = take(stream.gates);
     p.k_cmp = take(stream.k_cmp), p.k_slc = take(stream.k_slc), p.k_swa = take(stream.k_swa);
     p.v_cmp = take(stream.v_cmp), p.v_slc = take(stream.v_slc), p.v_swa = take(stream.v_swa);
+    if (options_.shares) p.k_swa = p.k_slc, p.v_swa = p.v_slc;
+    if (shares_values()) p.v_cmp = p.v_slc;
     p.cache = view();
     p.weights_k = stream.weights_k.view(), p.weights_v = stream.weights_v.view();
     p.cfg = c_.cfg;
@@ -140,6 +148,13 @@ class EngineCache {
   std::int64_t beyond = 0;           // what the last packed offset is too large by
 
  private:
+  bool shares_values() const { return options_.shares && !c_.float8(); }
+  void repeat_pages(Tensor& of, std::int64_t times) const {
+    const Tensor once = std::move(of);
+    of = Tensor(DType::kInt32, {c_.batch, pages * times});
+    for (std::int64_t b = 0; b < c_.batch; ++b)
+      for (std::int64_t p = 0; p < pages * times; ++p) set(of, b, p, get(once, b, p / times));
+  }
   static TensorView without_batch(TensorView t) {
     t.rank = 3;
     t.shape = {t.shape[1], t.shape[2], t.shape[3]}, t.stride = {t.stride[1], t.stride[2], t.stride[3]};
@@ -182,6 +197,13 @@ void expect_same(const Results& got, const Results& expected, std::int64_t b, st
 void expect_bits_of_rings(const StreamCase& c, const std::vector<std::vector<std::int64_t>>& steps,
                           const std::vector<EngineOptions>& engines) {
   const Stream stream(c);
+  if (engines.front().shares) {
+    const auto copy = [&](const Tensor& from, const Tensor& to) {
+      for (std::int64_t b = 0; b < c.batch; ++b) copy_rows(from, b, 0, to, b, 0, c.length);
+    };
+    copy(stream.k_slc, stream.k_swa), copy(stream.v_slc, stream.v_swa);
+    if (!c.float8()) copy(stream.v_slc, stream.v_cmp);
+  }
   Results expected(c);
   KVCache rings = make_cache(c);
   for (const auto& counts : steps) expect_ok(Feed{stream, rings}(counts, expected));
@@ -210,6 +232,10 @@ TEST_P(EngineShaped, TheBitsOfRingsAndPagesOfTheirOwn) {
   std::vector<EngineOptions> engines{{"none"}, {.name = "packed", .packed = true}, kAll};
   engines.insert(engines.end(), kUnpacked.begin(), kUnpacked.end());
   expect_bits_of_rings(c, {{0, 40}, {16, 0}, {3, 1}, {0, 0}, {0, 7}, {9, 0}, {16, 16}, {40, 2}}, engines);
+}
+
+TEST_P(EngineShaped, TheBitsOfRingsInMemoryThatBranchesShare) {
+  expect_bits_of_rings(c, {{0, 40}, {16, 0}, {3, 1}, {0, 0}, {0, 7}, {9, 0}, {16, 16}, {40, 2}}, {kShared});
 }
 
 /// A case for each head dim, size of pages and type of cache, long enough for the kernels of a forward pass.
@@ -251,6 +277,7 @@ TEST(EngineShapedChunks, PackedTokensOfSeveral) {
     SCOPED_TRACE(name_of(c));
     expect_bits_of_rings(c, {{600, 500}, {522, 522}, {0, 60}}, kPacked);
     expect_bits_of_rings(c, {{10, 1050}, {1030, 1}, {17, 17}}, kPacked);
+    expect_bits_of_rings(c, {{10, 1050}, {1030, 1}, {17, 17}}, {kShared});
   }
 }
 
