@@ -72,7 +72,7 @@ class NsaTrainerMixin(Mixin):
         layers = self._selectors(model) if model.training and self.selector_loss_weight else []
         for layer in layers:
             layer.selector_queries = layer.selector_queries or self.selector_queries
-        # Outputs that nobody wants may cost another forward, whose selector loss is none.
+        # Outputs may cost another forward, without gradients, after which there is no selector loss.
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
