@@ -339,21 +339,22 @@ def replays(model, clock, ids, count):
 @contextmanager
 def selections(kept, given=None):
     """Puts the blocks that each sparse layer selects into `kept`, and makes the layers take `given` ones instead."""
-    models = nsa.hf.models
-    before = models.native_sparse_attention, models.reference.native_sparse_attention
+    operations = nsa.hf.models.functional, nsa.hf.models.reference
+    before = [module.native_sparse_attention for module in operations]
 
     def recording(attend, *arguments, **options):
         indices = None if given is None else given[len(kept)].to(arguments[0].device)
-        o, selected = attend(*arguments, **options, indices=indices, return_indices=True)
+        o, selected = attend(*arguments, **options, indices=indices)
         kept.append(selected)
-        return o
+        return o, selected
 
-    models.native_sparse_attention = functools.partial(recording, before[0])
-    models.reference.native_sparse_attention = functools.partial(recording, before[1])
+    for module, attend in zip(operations, before, strict=True):
+        module.native_sparse_attention = functools.partial(recording, attend)
     try:
         yield
     finally:
-        models.native_sparse_attention, models.reference.native_sparse_attention = before
+        for module, attend in zip(operations, before, strict=True):
+            module.native_sparse_attention = attend
 
 
 @torch.no_grad()

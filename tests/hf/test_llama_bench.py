@@ -53,7 +53,7 @@ def test_wrong_result_and_failure_are_reported(llama, tmp_path, monkeypatch, cap
         o, indices = real(*arguments, **options)
         return 1.5 * o, indices
 
-    monkeypatch.setattr("nsa.hf.models.native_sparse_attention", wrong)
+    monkeypatch.setattr("nsa.functional.native_sparse_attention", wrong)
     monkeypatch.setattr(llama, "training_step", lambda *_: 1 / 0)
     monkeypatch.setattr(llama, "DTYPES", ("float32",))
     assert run(llama, "--lengths", "40", "--parts", "equal,train", "--json", file) == 1

@@ -290,8 +290,8 @@ def test_axes_of_positions(sees):
         packed = torch.cat((axes[:1], axes)).flatten(1)[:, None]
         rows = model(ids.view(1, 300), position_ids=packed, use_cache=False).last_hidden_state
         assert error(rows.view_as(by_axes), by_axes) < 1e-4
-    for wrong in (axes[:2], torch.cat((axes, axes))):
-        with pytest.raises(ValueError, match=r"^position_ids: \(\d, 2, 150\): must be \(B, S\), \(3, B, S\) or"):
+    for wrong in (axes[:2], torch.cat((axes, axes)), axes[..., 1:]):
+        with pytest.raises(ValueError, match=r"^position_ids: \(\d, 2, 1..\): must be \(B, S\), \(3, B, S\) or"):
             model(ids, position_ids=wrong)
     with pytest.raises(ValueError, match=r"^position_ids: \(3, 2, 150\): must be \(B, S\)$"):
         sparse("llama")(ids, position_ids=axes)

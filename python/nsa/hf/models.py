@@ -375,7 +375,8 @@ class _SparseModel(_Sparse):
                     raise ValueError("cache: must be made for the model: DynamicCache(config=model.config)")
         axes = None
         if position_ids is not None and position_ids.dim() == 3:
-            if not self._has_axes or position_ids.shape[0] not in (3, 4):
+            length = hidden_states.shape[1]
+            if not self._has_axes or position_ids.shape[0] not in (3, 4) or position_ids.shape[2] != length:
                 expected = "(B, S)" + (", (3, B, S) or (4, B, S)" if self._has_axes else "")
                 raise ValueError(f"position_ids: {tuple(position_ids.shape)}: must be {expected}")
             axes, position_ids = position_ids[-3:], position_ids[0] if position_ids.shape[0] == 4 else None
