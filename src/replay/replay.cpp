@@ -277,8 +277,13 @@ Status replay_decode(CallArguments& a, const at::Tensor& given, bool prefill, co
                                    {"cache.v_cmp_ring", &p.cache.v_cmp_ring},
                                    {"cache.cache_seqlens", &p.cache.cache_seqlens},
                                    {"cache.overflow", &p.cache.overflow}}) {
-    *view = a.state(name);
+    const bool optional =
+        !p.cache.advance && (view == &p.cache.k_swa_ring || view == &p.cache.v_swa_ring || view == &p.cache.v_cmp_ring);
+    if (!optional || a.has(name)) *view = a.state(name);
   }
+  // A dump has copies of what were the same tensors.
+  if (p.cache.shares_window()) p.k_swa = p.k_slc, p.v_swa = p.v_slc;
+  if (p.cache.shares_raw_values()) p.v_cmp = p.v_slc;
   return prefill ? nsa::prefill(p, context) : nsa::decode(p, context);
 }
 

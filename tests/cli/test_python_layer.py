@@ -108,3 +108,21 @@ def test_debug_compare_repeats_a_step_in_fp8(tmp_path, monkeypatch):
         errors = {line.split()[0]: float(line.split()[3]) for line in text.splitlines() if "e-" in line or "e+" in line}
         assert errors["o"] < 1e-2 and errors["cache.k_slc"] == 0, text
         assert "not finite" not in text
+
+
+def test_debug_compare_repeats_a_step_in_memory_that_branches_share(tmp_path, monkeypatch):
+    cfg = nsa.NSAConfig(kernel_size=8, kernel_stride=4, block_size=16, topk=4, window_size=20)
+    k, v, raw = (torch.zeros(3, 64, 2, 16) for _ in range(3))
+    k_c, v_c = (torch.zeros(3, 16, 2, 16) for _ in range(2))
+    layer = nsa.serving.LayerCache(k, v, k_c, v_c, None, None, raw.view(6, 32, 2, 16)[::2], None)
+    new = [torch.randn(70, heads, 16) for heads in (4, 2, 2)] + [torch.rand(70, 4, 3)]
+    table = torch.tensor([[2, 1]], dtype=torch.int32)
+    tables = {"block_table": table, "block_table_cmp": table.repeat_interleave(2, 1)}
+    starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 70], [70]))
+    monkeypatch.setenv("NSA_DUMP", str(tmp_path))
+    nsa.serving.decode_paged(*new, layer, cfg=cfg, query_start_loc=starts, seq_lens=lengths, **tables)
+    monkeypatch.delenv("NSA_DUMP")
+    (dump,) = tmp_path.iterdir()
+    text = program("debug", "compare", dump).text
+    errors = {line.split()[0]: float(line.split()[3]) for line in text.splitlines() if "e-" in line or "e+" in line}
+    assert errors["o"] < 1e-5 and errors["cache.k_slc"] == 0, text
