@@ -447,9 +447,13 @@ def _rope_parameters(model: dict[str, Any]) -> dict[str, Any]:
     partial = model.get("partial_rotary_factor", 1.0)
     if partial != 1:
         rope |= {"rope_type": "proportional", "partial_rotary_factor": partial}
-    if rope["rope_type"] == "llama3":
+    fields = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+    }.get(rope["rope_type"])
+    if fields:
         rope["original_max_position_embeddings"] = model["rope_original_context"]
-        rope |= {name: model[f"rope_{name}"] for name in ("low_freq_factor", "high_freq_factor")}
+        rope |= {name: model[f"rope_{name}"] for name in fields}
     return rope
 
 

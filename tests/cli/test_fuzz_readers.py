@@ -256,7 +256,7 @@ def test_a_folder_of_transformers_is_read(pretrained):
     before = {file: file.read_bytes() for file in pretrained.iterdir()}
     nsa(*of_pretrained(pretrained))
     message = refused("generate", pretrained, "--prompt", "x")
-    assert "tokenizer.json" in message and "--ids" in message
+    assert "no tokenizer" in message and "--ids" in message
     assert "--ids" in refused("eval", pretrained)
     assert "--tokenizer" in refused("train", "--init", pretrained, "--out", pretrained.parent / "run")
     assert "exclude" in refused("train", "--init", pretrained, "--layers", 3, "--out", pretrained.parent / "run")
@@ -295,7 +295,9 @@ ROPE = PRETRAINED["rope_parameters"]
      ({**PRETRAINED, "use_sliding_window": True}, "use_sliding_window"),
      ({**PRETRAINED, "layer_types": ["sliding_attention"]}, "layer_types"),
      ({**PRETRAINED, "quantization_config": {}}, "quantization_config"),
-     ({**PRETRAINED, "rope_parameters": {**ROPE, "rope_type": "yarn"}}, "rope_type = 'yarn'"),
+     ({**PRETRAINED, "rope_parameters": {**ROPE, "rope_type": "yarn", "beta_slow": 40}}, "rope_beta_fast = 32"),
+     ({**PRETRAINED, "rope_parameters": {**ROPE, "rope_type": "yarn", "attention_factor": 0}}, "rope_attention_factor"),
+     ({**PRETRAINED, "rope_parameters": {**ROPE, "rope_type": "yarn", "truncate": 1}}, "truncate"),
      ({**PRETRAINED, "rope_parameters": {**ROPE, "rope_type": "dynamic"}}, "rope_type = 'dynamic'"),
      ({**PRETRAINED, "rope_parameters": {**ROPE, "factor": None}}, "factor"),
      ({**PRETRAINED, "rope_parameters": {**ROPE, "factor": 0.5}}, "rope_factor = 0.5"),

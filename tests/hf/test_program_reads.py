@@ -34,6 +34,18 @@ ROPES = {
         "original_max_position_embeddings": 64,
         **THETA,
     },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, **THETA},
+    "yarn, all fields": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 48,
+        "beta_fast": 20.0,
+        "beta_slow": 0.5,
+        "truncate": False,
+        "mscale": 1.2,
+        "mscale_all_dim": 0.8,
+        **THETA,
+    },
 }
 
 pytestmark = needs_program
@@ -93,7 +105,7 @@ def test_an_index_that_names_a_tied_head(kind, tmp_path):
     ],
 )
 def test_sparse_models(name, nsa_options, dense_layers, tmp_path):
-    rope = ROPES["proportional" if dense_layers else "llama3"]
+    rope = ROPES["proportional" if dense_layers else "llama3" if name == "llama" else "yarn"]
     model = sparse(name, nsa=nsa_options, dense_layers=dense_layers, rope_parameters=rope)
     model.save_pretrained(tmp_path / "model")
     assert_agree(tmp_path / "model", model, tokens(1, 150), tmp_path)
@@ -142,7 +154,7 @@ def test_the_older_spelling_of_the_rotation(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("kind", [dense, sparse, partial(sparse, dense_layers=[1])])
-@pytest.mark.parametrize("rope", ["llama3", "proportional, scaled"])
+@pytest.mark.parametrize("rope", ["llama3", "yarn, all fields", "proportional, scaled"])
 def test_a_run_starts_from_a_folder_and_comes_back(rope, kind, name, tmp_path):
     model = kind(name, vocab_size=257, tie_word_embeddings=False, rope_parameters=ROPES[rope])
     folder, run, out = tmp_path / "model", tmp_path / "run", tmp_path / "out"

@@ -78,8 +78,8 @@ Decoder::Decoder(const Model& model, std::int64_t sequences, std::int64_t capaci
   impl_->ended.assign(static_cast<std::size_t>(sequences), false);
   impl_->state.positions = at::zeros({sequences}, on_device.dtype(at::kLong));
   impl_->state.num_new = at::zeros({sequences}, on_device.dtype(at::kInt));
-  impl_->rotation =
-      rotation_table(capacity, rope_frequencies(config.head_dim, config.rope_theta, config.rope), model.device());
+  impl_->rotation = rotation_table(capacity, rope_frequencies(config.head_dim, config.rope_theta, config.rope),
+                                   model.device(), config.rope.attention_factor);
   impl_->head = impl_->model.head_weights();
   if (config.attention == AttentionKind::kFull || !config.dense_layers.empty()) {
     impl_->state.first_slots = at::arange(sequences, on_device.dtype(at::kLong)) * capacity;

@@ -126,7 +126,8 @@ Rotation Rotation::at(const at::Tensor& positions) const {
   return {cos.index_select(0, positions), sin.index_select(0, positions)};
 }
 
-Rotation rotation_table(std::int64_t max_positions, const std::vector<double>& frequencies, at::Device device) {
+Rotation rotation_table(std::int64_t max_positions, const std::vector<double>& frequencies, at::Device device,
+                        double magnitude) {
   const auto half = static_cast<std::int64_t>(frequencies.size());
   Rotation table{at::empty({max_positions, half}), at::empty({max_positions, half})};  // in host memory
   float* const cos = table.cos.mutable_data_ptr<float>();
@@ -134,8 +135,8 @@ Rotation rotation_table(std::int64_t max_positions, const std::vector<double>& f
   for (std::int64_t j = 0; j < half; ++j) {
     for (std::int64_t t = 0; t < max_positions; ++t) {
       const double angle = static_cast<double>(t) * frequencies[static_cast<std::size_t>(j)];
-      cos[t * half + j] = static_cast<float>(std::cos(angle));
-      sin[t * half + j] = static_cast<float>(std::sin(angle));
+      cos[t * half + j] = static_cast<float>(magnitude * std::cos(angle));
+      sin[t * half + j] = static_cast<float>(magnitude * std::sin(angle));
     }
   }
   return {table.cos.to(device), table.sin.to(device)};

@@ -19,8 +19,10 @@ struct Rotation {
   Rotation at(const at::Tensor& positions) const;
 };
 
-/// One row for each position 0 ... max_positions - 1, one column for each frequency (rope_frequencies()).
-Rotation rotation_table(std::int64_t max_positions, const std::vector<double>& frequencies, at::Device device);
+/// One row for each position 0 ... max_positions - 1, one column for each frequency (rope_frequencies()), times
+/// `magnitude`.
+Rotation rotation_table(std::int64_t max_positions, const std::vector<double>& frequencies, at::Device device,
+                        double magnitude = 1);
 
 /// Rotates x (n, heads, D) row by row in float32; differentiable. Result in x's dtype, contiguous.
 at::Tensor rotate(const at::Tensor& x, const Rotation& rotation);

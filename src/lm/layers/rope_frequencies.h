@@ -11,6 +11,7 @@ enum class RopeType {
   kDefault,
   kLinear,  // all frequencies over the factor
   kLlama3,  // the low ones over the factor, the high ones as they are
+  kYarn,    // the same with another ramp between them, and cosines and sines times attention_factor (2309.00071)
 };
 
 const char* name_of(RopeType type);
@@ -22,7 +23,10 @@ struct RopeScaling {
   RopeType type = RopeType::kDefault;
   double factor = 1;
   double low_freq_factor = 1, high_freq_factor = 4;  // llama3: rotations over the original context
-  int original_context = 8192;                       // llama3: tokens
+  int original_context = 8192;                       // llama3, yarn: tokens
+  double beta_fast = 32, beta_slow = 1;              // yarn: rotations over the original context
+  bool truncate = true;                              // yarn: the ramp begins and ends at whole pairs
+  double attention_factor = 1;                       // yarn
   double partial_rotary_factor = 1;                  // partial RoPE: fraction rotated, the fastest pairs (2410.06205)
   bool operator==(const RopeScaling&) const = default;
 };

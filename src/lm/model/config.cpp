@@ -50,6 +50,10 @@ void for_each_later_field(Config& config, Visit&& visit) {
   visit("rope_low_freq_factor", config.rope.low_freq_factor);
   visit("rope_high_freq_factor", config.rope.high_freq_factor);
   visit("rope_original_context", config.rope.original_context);
+  visit("rope_beta_fast", config.rope.beta_fast);
+  visit("rope_beta_slow", config.rope.beta_slow);
+  visit("rope_truncate", config.rope.truncate);
+  visit("rope_attention_factor", config.rope.attention_factor);
   visit("partial_rotary_factor", config.rope.partial_rotary_factor);
 }
 
@@ -111,8 +115,18 @@ void ModelConfig::validate() const {
   in_range("rope_original_context", rope.original_context, 1, 1 << 30);
   require(rope.partial_rotary_factor >= 0 && rope.partial_rotary_factor <= 1,
           fmt::format("partial_rotary_factor = {}: must be 0 ... 1", rope.partial_rotary_factor));
-  require(rope.partial_rotary_factor == 1 || rope.type != RopeType::kLlama3,
-          fmt::format("partial_rotary_factor = {}: must be 1 with rope_type llama3", rope.partial_rotary_factor));
+  require(rope.partial_rotary_factor == 1 || (rope.type != RopeType::kLlama3 && rope.type != RopeType::kYarn),
+          fmt::format("partial_rotary_factor = {}: must be 1 with rope_type {}", rope.partial_rotary_factor,
+                      name_of(rope.type)));
+  require(rope.beta_slow > 0 && std::isfinite(rope.beta_slow),
+          fmt::format("rope_beta_slow = {}: must be > 0, finite", rope.beta_slow));
+  require(rope.beta_fast > rope.beta_slow && std::isfinite(rope.beta_fast),
+          fmt::format("rope_beta_fast = {}: must be > rope_beta_slow = {}, finite", rope.beta_fast, rope.beta_slow));
+  require(rope.attention_factor > 0 && std::isfinite(rope.attention_factor),
+          fmt::format("rope_attention_factor = {}: must be > 0, finite", rope.attention_factor));
+  require(rope.attention_factor == 1 || rope.type == RopeType::kYarn,
+          fmt::format("rope_attention_factor = {}: must be 1 with rope_type {}", rope.attention_factor,
+                      name_of(rope.type)));
   require(norm_eps > 0 && std::isfinite(norm_eps), fmt::format("norm_eps = {}: must be > 0, finite", norm_eps));
   if (const Status status = nsa.validate(); !status.ok()) throw base::Error(status.message());
   require(dense_layers.empty() || attention == AttentionKind::kNsa,

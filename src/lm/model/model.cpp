@@ -175,7 +175,8 @@ const Rotation& Model::Impl::rotation(std::int64_t positions) {
   if (!table.cos.defined() || table.cos.size(0) < positions) {
     const at::NoGradGuard no_grad;
     table = rotation_table(std::max<std::int64_t>(2 * positions, 1024),
-                           rope_frequencies(config.head_dim, config.rope_theta, config.rope), device);
+                           rope_frequencies(config.head_dim, config.rope_theta, config.rope), device,
+                           config.rope.attention_factor);
   }
   return table;
 }

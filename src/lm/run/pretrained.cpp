@@ -5,6 +5,8 @@
 #include <fmt/core.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -83,8 +85,26 @@ class Fields {
   base::FieldReader reader_;
 };
 
+/// Defaults and the factor of the attention are those of transformers.
+void read_yarn(Fields& rope, std::int64_t context, RopeScaling& scaling) {
+  rope.optional("beta_fast", scaling.beta_fast);
+  rope.optional("beta_slow", scaling.beta_slow);
+  rope.optional("truncate", scaling.truncate);
+  scaling.original_context = static_cast<int>(std::min<std::int64_t>(context, 1 << 30));
+  rope.optional("original_max_position_embeddings", scaling.original_context);
+  const auto magnitude = [&](double mscale) {
+    return scaling.factor <= 1 ? 1 : 0.1 * mscale * std::log(scaling.factor) + 1;
+  };
+  double mscale = 0, mscale_all_dim = 0;
+  rope.optional("mscale", mscale);
+  rope.optional("mscale_all_dim", mscale_all_dim);
+  const bool both = mscale != 0 && mscale_all_dim != 0;
+  scaling.attention_factor = both ? magnitude(mscale) / magnitude(mscale_all_dim) : magnitude(1);
+  rope.optional("attention_factor", scaling.attention_factor);
+}
+
 /// `rope_parameters`, or the older `rope_scaling` with rope_theta outside of it.
-void read_rope(Fields& fields, const std::string& where, ModelConfig& config) {
+void read_rope(Fields& fields, const std::string& where, std::int64_t context, ModelConfig& config) {
   fields.optional("rope_theta", config.rope_theta);
   fields.only("partial_rotary_factor", 1.0);
   const char* const name = fields.has("rope_parameters") ? "rope_parameters" : "rope_scaling";
@@ -109,6 +129,7 @@ void read_rope(Fields& fields, const std::string& where, ModelConfig& config) {
   if (config.rope.type == RopeType::kDefault) return;
   rope.required("factor", config.rope.factor);
   if (config.rope.type == RopeType::kLinear) return;
+  if (config.rope.type == RopeType::kYarn) return read_yarn(rope, context, config.rope);
   rope.required("low_freq_factor", config.rope.low_freq_factor);
   rope.required("high_freq_factor", config.rope.high_freq_factor);
   rope.required("original_max_position_embeddings", config.rope.original_context);
@@ -185,7 +206,7 @@ ModelConfig read_config(const json& object, const std::string& where, std::int64
       }
     }
   }
-  read_rope(fields, where, config);
+  read_rope(fields, where, context, config);
   if (architecture->sparse) {
     fields.optional("dense_layers", config.dense_layers);
     const json nsa = fields.object("nsa");
@@ -264,7 +285,9 @@ PretrainedFolder::PretrainedFolder(const std::string& path) : path_(path) {
   } catch (const base::Error& error) {
     throw base::Error(fmt::format("{}: {}", file, error.what()));
   }
-  if (const auto model = in_folder(path, "tokenizer.model"); is_there(model)) tokenizer_ = model;
+  for (const auto* const name : {"tokenizer.json", "tokenizer.model"}) {
+    if (is_there(in_folder(path, name))) tokenizer_ = in_folder(path, name);
+  }
   std::map<std::string, std::string> places;
   const bool indexed = is_there(in_folder(path, kIndex));
   std::map<std::string, std::string> held;  // tensors and their files

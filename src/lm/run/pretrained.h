@@ -11,9 +11,8 @@
 
 namespace nsa::lm {
 
-/// Why a folder has no tokenizer.
-inline constexpr const char* kNoTokenizer =
-    "no tokenizer.model (a tokenizer.json is not read): tokenize with transformers and give the tokens with --ids";
+/// Of a folder without tokenizer and of a run on token numbers.
+inline constexpr const char* kNoTokenizer = "no tokenizer: give token numbers with --ids";
 
 /// Is `path` a folder whose config.json names an architecture or a model_type of transformers, sound or not?
 bool is_pretrained(const std::string& path);
@@ -27,7 +26,7 @@ class PretrainedFolder {
 
   const ModelConfig& config() const { return config_; }
   std::int64_t context() const { return context_; }  // max_position_embeddings, tokens
-  /// The path of tokenizer.model; empty where there is none.
+  /// The path of tokenizer.model, else of tokenizer.json; empty where there is none.
   const std::string& tokenizer() const { return tokenizer_; }
 
   /// Copies the weights, F32, BF16 or F16, into the parameters of a model of this configuration. Throws Error naming
