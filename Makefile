@@ -134,7 +134,7 @@ docs: package
 bundle:
 	@mkdir -p bundle && cd bundle && rm -rf usr && \
 	  apt-get download -q libcli11-dev libfmt-dev nlohmann-json3-dev libgtest-dev googletest \
-	    libsentencepiece-dev libsentencepiece0 \
+	    libtomlplusplus-dev zlib1g zlib1g-dev libsentencepiece-dev libsentencepiece0 \
 	    $$(apt-cache depends libfmt-dev | sed -n 's/ *Depends: //p') && \
 	  for p in *.deb; do dpkg -x $$p .; done && rm -f *.deb && rm -rf usr/share/doc wheels && \
 	  $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m pip download -q --no-deps --dest wheels \

@@ -25,6 +25,8 @@ HEADERS = {
     "libcli11-dev": "CLI/CLI.hpp",
     "libfmt-dev": "fmt/core.h",
     "nlohmann-json3-dev": "nlohmann/json.hpp",
+    "libtomlplusplus-dev": "toml++/toml.h",
+    "zlib1g-dev": "zlib.h",
     "libgtest-dev": "gtest/gtest.h",
 }
 # SentencePiece for `nsa train --tokenizer`, and its trainer for the tests. Installed if apt can; optional.

@@ -1,7 +1,8 @@
-"""`python -m nsa`: what a report of a bug needs."""
+"""`python -m nsa`: what a report of a bug needs. With arguments: the program `nsa`, which then reads tokenizer.json."""
 
 import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -19,7 +20,11 @@ def installed(name: str) -> str:
 
 
 def main() -> None:
-    """Prints the report."""
+    """Prints the report, or runs the program."""
+    if len(sys.argv) > 1:
+        from .train import run_program
+
+        run_program(sys.argv[1:])
     print(f"nsa {__version__} ({_LIBRARY})")
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, threads {torch.get_num_threads()}")
     print(f"transformers {installed('transformers')}")

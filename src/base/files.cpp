@@ -4,6 +4,7 @@
 #include <fmt/core.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <zlib.h>
 
 #include <algorithm>
 #include <array>
@@ -12,6 +13,8 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <memory>
+#include <new>
 
 #include "base/error.h"
 
@@ -122,6 +125,36 @@ std::string read_text(const std::string& path, std::size_t limit) {
 
 std::string read_regular_text(const std::string& path, Links links, std::size_t limit) {
   return read_all(open_regular(path, O_RDONLY, links).get(), path, limit);
+}
+
+std::string unpack_gzip(const std::string& packed, const std::string& path) {
+  const std::size_t limit = std::max(std::size_t{64} << 20, 200 * packed.size());
+  z_stream stream{};
+  if (inflateInit2(&stream, 15 + 16) != Z_OK) throw std::bad_alloc();  // 16: gzip alone
+  const std::unique_ptr<z_stream, int (*)(z_stream*)> end(&stream, inflateEnd);
+  std::string text;
+  std::array<char, 65536> buffer;
+  std::size_t taken = 0;  // of `packed`; zlib counts in 32 bits
+  for (int result = Z_OK; result != Z_STREAM_END || taken - stream.avail_in < packed.size();) {
+    if (result == Z_STREAM_END) inflateReset(&stream);
+    if (stream.avail_in == 0) {
+      const auto more = std::min(packed.size() - taken, std::size_t{1} << 30);
+      stream.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(packed.data() + taken));
+      stream.avail_in = static_cast<uInt>(more);
+      taken += more;
+    }
+    stream.next_out = reinterpret_cast<Bytef*>(buffer.data());
+    stream.avail_out = static_cast<uInt>(buffer.size());
+    result = inflate(&stream, Z_NO_FLUSH);
+    if (result == Z_MEM_ERROR) throw std::bad_alloc();
+    if (result == Z_BUF_ERROR) throw Error(fmt::format("{}: gzip that ends too early", path));
+    if (result != Z_OK && result != Z_STREAM_END) throw Error(fmt::format("{}: no gzip, or damaged", path));
+    text.append(buffer.data(), buffer.size() - stream.avail_out);
+    if (text.size() > limit) {
+      throw Error(fmt::format("{}: gzip of {} bytes: must unpack to at most {}", path, packed.size(), limit));
+    }
+  }
+  return text;
 }
 
 std::string read_prefix(const std::string& path, Links links, std::size_t size) {

@@ -55,6 +55,9 @@ inline constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 std::string read_text(const std::string& path, std::size_t limit);
 /// The same of a file opened by open_regular().
 std::string read_regular_text(const std::string& path, Links links, std::size_t limit = kMaxJsonBytes);
+/// Unpacks gzip, of one member or several. `path` names it in messages. Throws Error when it is damaged or cut, or
+/// unpacks to more than 64 MiB and 200 times its size.
+std::string unpack_gzip(const std::string& packed, const std::string& path);
 /// The first `size` bytes of such a file, or fewer where it is shorter.
 std::string read_prefix(const std::string& path, Links links, std::size_t size);
 

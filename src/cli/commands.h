@@ -1,6 +1,8 @@
 // The subcommands of `nsa`, one file each. A function adds its subcommand, whose callback does the work.
 #pragma once
 
+#include <string>
+
 namespace CLI {
 class App;
 }
@@ -9,6 +11,9 @@ class Ranks;
 }
 
 namespace nsa::cli {
+
+/// The options that `command` was given, but where its results go, as the content of a file for --config.
+std::string toml_of(const CLI::App& command);
 
 /// How a subcommand ends the program with a code other than 0 that is not an error.
 struct Exit {

@@ -29,9 +29,10 @@ struct NeedleCommand {
     json.open();
     const auto device = machine.choose();
     auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device);
+    if (!opened.tokenizer) opened.tokenizer = lm::tokenizer_of(checkpoint.path, opened.loaded);  // refuses
     if (dtype == "bfloat16") opened.loaded.model.place(device.device, at::kBFloat16);
     options.forward.attention = baseline.of(opened.model().config());
-    const auto texts = lm::open_texts(checkpoint.path, data, *opened.tokenizer);
+    const auto texts = lm::open_texts(checkpoint.path, data, opened);
     if (options.lengths.empty()) {
       const auto context = opened.loaded.context;
       for (const auto part : {8, 4, 2, 1}) options.lengths.push_back(std::max<std::int64_t>(64, context / part));

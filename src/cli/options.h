@@ -125,7 +125,7 @@ struct CheckpointOptions {
   lm::OpenedCheckpoint open(at::Device device) const { return lm::open_checkpoint(path, changes, device, ids.empty()); }
   /// The texts of --ids, else of `paths`, else those that the run held out.
   lm::OpenedTexts texts(const lm::OpenedCheckpoint& opened, const std::vector<std::string>& paths) const {
-    return ids.empty() ? lm::open_texts(path, paths, *opened.tokenizer) : lm::open_ids(ids, opened.model());
+    return ids.empty() ? lm::open_texts(path, paths, opened) : lm::open_ids(ids, opened.model());
   }
   CLI::Option* add_ids(CLI::App& command, const char* help) { return command.add_option("--ids", ids, help); }
 };

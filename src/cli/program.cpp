@@ -6,7 +6,10 @@
 #include <torch/version.h>
 #include <unistd.h>
 
+#include <toml++/toml.h>
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <charconv>
 #include <cmath>
@@ -15,15 +18,20 @@
 #include <cstring>
 #include <exception>
 #include <filesystem>
+#include <initializer_list>
 #include <limits>
 #include <new>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <vector>
 
 #include "base/error.h"
 #include "base/files.h"
+#include "base/json.h"
 #include "cli/commands.h"
+#include "lm/data/tokenizer.h"
 #include "lm/train/ranks.h"
 #include "nsa/backend.h"
 
@@ -62,6 +70,80 @@ void refuse_unusable_arguments(CLI::App& app) {
   for (CLI::App* const subcommand : app.get_subcommands(nullptr)) refuse_unusable_arguments(*subcommand);
 }
 
+constexpr const char *kCommandWithFile = "train", *kFile = "--config";
+/// Options of which the command line's one replaces all of the file's.
+constexpr std::array kLengths = {"steps", "tokens", "minutes"};
+
+/// The value of a TOML file as an argument. Throws Error.
+std::string argument_of(const toml::node& node, const std::string& where) {
+  if (const auto* const text = node.as_string()) return text->get();
+  if (const auto* const number = node.as_integer()) return std::to_string(number->get());
+  if (const auto* const number = node.as_floating_point()) return fmt::format("{}", number->get());
+  if (const auto* const flag = node.as_boolean()) return flag->get() ? "true" : "false";
+  throw base::Error(fmt::format("{}: must be a string, a number, true, false or a list of these", where));
+}
+
+/// The options of the file at `path` as arguments of `command`, but those that `is_given`.
+template <class IsGiven>
+std::vector<std::string> arguments_of(const std::string& path, const CLI::App& command, const IsGiven& is_given) {
+  const auto text = base::read_regular_text(path, base::Links::kFollow, base::kMaxJsonBytes);
+  toml::table table;
+  try {
+    table = toml::parse(text);
+  } catch (const toml::parse_error& error) {
+    throw base::Error(fmt::format("{}: line {}: {}", path, error.source().begin.line, error.description()));
+  }
+  std::vector<std::string> arguments;
+  for (const auto& [key, node] : table) {
+    const std::string name(key.str()), where = fmt::format("{}: {}", path, base::shortened(name));
+    const auto* const option = command.get_option_no_throw("--" + name);
+    if (option == nullptr || option->check_lname("help") || option->check_name(kFile)) {
+      throw base::Error(fmt::format("{}: is no option of nsa {} in a file", where, command.get_name()));
+    }
+    if (is_given(*option)) continue;
+    const auto add = [&](const toml::node& value) {
+      const auto text = argument_of(value, where);
+      arguments.push_back("--" + name + (text.empty() ? "" : "=" + text));
+      if (text.empty()) arguments.push_back(text);  // behind a = CLI11 would take what follows
+    };
+    if (const auto* const list = node.as_array()) {
+      for (const auto& value : *list) add(value);
+    } else {
+      add(node);
+    }
+  }
+  return arguments;
+}
+
+/// The arguments, those of the file of --config among them.
+std::vector<std::string> with_file(const CLI::App& app, std::vector<std::string> arguments) {
+  if (arguments.empty() || arguments.front() != kCommandWithFile) return arguments;
+  std::string path;
+  for (std::size_t i = 1; i < arguments.size(); ++i) {
+    if (arguments[i].starts_with(std::string(kFile) + "=")) path = arguments[i].substr(std::strlen(kFile) + 1);
+    if (arguments[i] == kFile && i + 1 < arguments.size()) path = arguments[i + 1];
+  }
+  if (path.empty()) return arguments;
+  const auto& command = *app.get_subcommand(kCommandWithFile);
+  const auto is_named = [&](const CLI::Option& option) {
+    return std::any_of(arguments.begin() + 1, arguments.end(), [&](const std::string& argument) {
+      if (!argument.starts_with("--")) return argument.starts_with('-') && option.check_sname(argument.substr(1, 1));
+      return option.check_lname(argument.substr(2, argument.find('=') - 2));
+    });
+  };
+  const auto is_length = [](const CLI::Option& option) {
+    return std::any_of(kLengths.begin(), kLengths.end(), [&](const char* name) { return option.check_lname(name); });
+  };
+  const bool length_named = std::any_of(kLengths.begin(), kLengths.end(), [&](const char* name) {
+    return is_named(*command.get_option("--" + std::string(name)));
+  });
+  const auto from_file = arguments_of(path, command, [&](const CLI::Option& option) {
+    return is_named(option) || (length_named && is_length(option));
+  });
+  arguments.insert(arguments.begin() + 1, from_file.begin(), from_file.end());
+  return arguments;
+}
+
 /// Replaces a closed standard stream by one that fails, so that no file opened later gets its descriptor.
 void keep_standard_streams() {
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
@@ -81,7 +163,9 @@ bool is_out_of_memory(const c10::Error& error, const std::string& message) {
 
 int run(CLI::App& app, int argc, char** argv) {
   try {
-    app.parse(argc, argv);
+    auto arguments = with_file(app, {argv + std::min(argc, 1), argv + argc});
+    std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes them
+    app.parse(std::move(arguments));
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
     print_error(error.what());
@@ -122,6 +206,41 @@ int close_output(int code) {
 }
 
 }  // namespace
+
+std::string toml_of(const CLI::App& command) {
+  toml::table table;
+  for (const CLI::Option* const option : command.get_options()) {
+    if (option->count() == 0) continue;
+    const std::string name = option->get_lnames().front(), type = option->get_type_name();
+    const auto is_one_of = [&](std::initializer_list<const char*> names) {
+      return std::find(names.begin(), names.end(), name) != names.end();
+    };
+    if (is_one_of({"config", "out", "overwrite", "resume"})) continue;
+    const auto insert = [&](const auto& add, const std::string& value) {
+      std::int64_t integer = 0;
+      const char* const end = value.data() + value.size();
+      const auto [behind, error] = std::from_chars(value.data(), end, integer);
+      const bool is_integer = behind == end && error == std::errc();  // a seed may be larger
+      if (option->get_items_expected_max() == 0) return add(value == "true");
+      if ((type.starts_with("INT") || type.starts_with("UINT")) && is_integer) return add(integer);
+      if (type.starts_with("FLOAT")) return add(std::stod(value));
+      const bool is_path = is_one_of({"data", "ids", "init"}) || (name == "tokenizer" && value != "bytes");
+      add(is_path ? std::filesystem::absolute(value).string() : value);
+    };
+    const auto values = option->reduced_results();
+    if (option->get_items_expected_max() > 1) {
+      toml::array list;
+      for (const auto& value : values) insert([&](const auto& item) { list.push_back(item); }, value);
+      table.insert(name, std::move(list));
+    } else {
+      insert([&](const auto& item) { table.insert(name, item); }, values.back());
+    }
+  }
+  std::ostringstream text;
+  text << "# nsa " << command.get_name() << " --config FILE --out FOLDER\n" << table << "\n";
+  return text.str();
+}
+
 }  // namespace nsa::cli
 
 int nsa_program(int argc, char** argv, const char* group) {
@@ -151,6 +270,10 @@ int nsa_program(int argc, char** argv, const char* group) {
   add_debug(app);
   refuse_unusable_arguments(app);
   return close_output(run(app, argc, argv));
+}
+
+void nsa_program_tokenizers(const void* functions) {
+  nsa::lm::use_tokenizers(*static_cast<const nsa::lm::TokenizerFunctions*>(functions));
 }
 
 const char* nsa_program_versions() {

@@ -1,7 +1,11 @@
-// The program as a library, libnsa_program: `nsa` calls it, and python -m nsa.train on every rank.
+// The program as a library, libnsa_program: `nsa` calls it, and so do python -m nsa and, on every
+// rank, python -m nsa.train.
 #pragma once
 
 extern "C" {
+
+/// Before nsa_program(): how this process reads a tokenizer.json, by an nsa::lm::TokenizerFunctions.
+__attribute__((visibility("default"))) void nsa_program_tokenizers(const void* functions);
 
 /// Runs the program once in this process. `group`: name of torch's process group whose ranks train together; null: this
 /// process alone. Returns the exit code: 0 done, 1 failed, 2 the arguments or the files they name are at fault, 128 +

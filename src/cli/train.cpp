@@ -2,6 +2,7 @@
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
@@ -33,6 +34,8 @@ class TrainCommand {
   TrainCommand(CLI::App& app, const lm::Ranks& ranks)
       : command_(*app.add_subcommand("train", "Train a language model.")), execution_{.ranks = ranks} {
     command_.add_option("-o,--out", out_, "Run folder for configuration, checkpoint and metrics")->required();
+    command_.add_option("--config", config_file_,
+                        "TOML file of options, e.g. lr = 0.001; the command line overrides it");
     fields_.emplace_back(
         command_.add_option(
             "--init", config_.train.init,
@@ -78,8 +81,15 @@ class TrainCommand {
   void add_data_options() {
     auto& data = config_.data;
     group_ = "Data";
-    option("--data", "paths", data.paths,
-           "Text files or folders; default: the Python sources of this machine's Python and its packages");
+    auto* const paths = option("--data", "paths", data.paths,
+                               "Files or folders: text, .jsonl with a field text, .bin with token numbers, each also "
+                               ".gz; default: the Python sources of this machine");
+    option("--ids", "ids", data.ids, "File with one document per line, as token ids, in place of --data")
+        ->excludes(paths);
+    option("--vocab-size", "vocab_size", data.vocab_size,
+           "Vocabulary size of data that are token numbers: --ids, or .bin (uint16 up to 65536, else uint32)")
+        ->check(CLI::Range(2, 1 << 20))
+        ->default_str("");
     option("--extension", "extensions", data.extensions, "File extensions taken from folders, e.g. .py; default: all");
     flag("--concat-by-folder", "concat_by_folder", data.concat_by_folder,
          "Concatenate the files of each first-level folder into documents; always on for the default data");
@@ -87,14 +97,15 @@ class TrainCommand {
            "Target size of a concatenated document, bytes; it ends with the file that reaches it")
         ->check(CLI::Range(1, std::numeric_limits<int>::max()));
     option("--held-out-percent", "held_out_percent", data.held_out_percent,
-           "Percentage of documents held out for evaluation, chosen by hash")
+           "Percentage of documents held out for evaluation, chosen by hash; with few documents, of each one's tokens")
         ->check(CLI::Range(0, 100));
     option(
         "--retrieval-fraction", "retrieval_fraction", config_.train.retrieval_fraction,
         "Fraction of the training tokens in key-value lines for associative recall, 0 to 0.5. Each line (NAME = VALUE) "
         "is repeated within its sequence. nsa needle evaluates this skill");
     tokenizer_ =
-        option("--tokenizer", "tokenizer", data.tokenizer, "Tokenizer: bytes, or the path of a SentencePiece model");
+        option("--tokenizer", "tokenizer", data.tokenizer,
+               "Tokenizer: bytes, or the path of a SentencePiece model or, with python -m nsa, of a tokenizer.json");
   }
 
   void add_model_options() {
@@ -228,12 +239,16 @@ class TrainCommand {
     const lm::PretrainedFolder folder(init);
     config_.model = folder.config();
     init = std::filesystem::absolute(init).string();
-    if (tokenizer_->count() > 0) return;
+    auto& data = config_.data;
+    const auto is_numbers = [](const std::string& path) { return path.ends_with(".bin") || path.ends_with(".bin.gz"); };
+    if (!data.ids.empty() || std::any_of(data.paths.begin(), data.paths.end(), is_numbers)) {
+      data.vocab_size = config_.model.vocab_size;
+    }
+    if (tokenizer_->count() > 0 || data.holds_tokens()) return;
     if (!folder.tokenizer().empty()) {
       config_.data.tokenizer = std::filesystem::absolute(folder.tokenizer()).string();
     } else if (config_.model.vocab_size != lm::make_tokenizer("bytes")->vocab_size()) {
-      throw base::Error(
-          fmt::format("{}: no tokenizer.model (a tokenizer.json is not read); pass one with --tokenizer", init));
+      throw base::Error(fmt::format("{}: no tokenizer: pass one with --tokenizer, or token numbers with --ids", init));
     }
   }
 
@@ -289,8 +304,12 @@ class TrainCommand {
     const auto device = device_.choose();
     complete();
     if (!config_.train.init.empty()) take_over();
-    return lm::train(
-        {.out = out_, .config = config_, .device = device, .overwrite = overwrite_, .execution = execution_});
+    return lm::train({.out = out_,
+                      .config = config_,
+                      .options = toml_of(command_),
+                      .device = device,
+                      .overwrite = overwrite_,
+                      .execution = execution_});
   }
 
   lm::TrainResult resume() {
@@ -326,7 +345,7 @@ class TrainCommand {
 
   CLI::App& command_;
   std::string group_;
-  std::string out_, attention_ = "nsa", phi_ = "mlp", preset_ = "recipe";
+  std::string out_, config_file_, attention_ = "nsa", phi_ = "mlp", preset_ = "recipe";
   bool resume_ = false, overwrite_ = false, equal_parameters_ = false;
   lm::RunConfig config_ = lm::default_run_config("cpu");
   lm::Execution execution_;

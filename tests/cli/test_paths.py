@@ -49,7 +49,7 @@ def replace(path, kind):
     return outside
 
 
-OWN = ["config.json", "model.safetensors", "metrics.jsonl", "optimizer-24.safetensors", ".nsa-lock"]
+OWN = ["config.json", "model.safetensors", "metrics.jsonl", "optimizer-24.safetensors", "config.toml", ".nsa-lock"]
 KINDS = ["dangling", "link", "fifo", "folder", "device"]
 
 

@@ -13,8 +13,11 @@ struct DataConfig {
   bool concat_by_folder = false;        // concatenate the files of each first-level folder into documents
   int document_bytes = 65536;           // with `concat_by_folder`: a document ends with the file that reaches this size
   int held_out_percent = 5;             // of the documents, by their hash
-  std::string tokenizer = "bytes";
+  std::string tokenizer = "bytes";      // empty where the data are token numbers
+  int vocab_size = 0;                   // of token numbers; 0: the data are texts
+  std::string ids;                      // file of load_ids(), in place of paths
 
+  bool holds_tokens() const { return vocab_size > 0; }
   bool operator==(const DataConfig&) const = default;
 };
 

@@ -23,13 +23,27 @@ class Tokenizer {
   virtual std::int32_t start_of_document() const { return end_of_document(); }
   /// One token is one byte of text.
   virtual bool is_byte_level() const = 0;
+  /// Of its file; 0: it has none.
+  virtual std::uint64_t fingerprint() const { return 0; }
 };
 
-/// "bytes": 256 bytes and the end of a document; else the path of a SentencePiece model. Throws Error when the file
-/// cannot be read, or when the program was built without SentencePiece.
+/// The package `tokenizers`, for a tokenizer.json, in a process of Python. A function emits its result and returns
+/// true, or an error's text and false. Several threads may call.
+struct TokenizerFunctions {
+  using Emit = void (*)(void* sink, const char* bytes, std::int64_t size);
+  /// Of the content of tokenizer.json and of tokenizer_config.json or "": JSON with "handle", "vocab_size" and, -1
+  /// where the second names none, "start" and "end".
+  bool (*open)(const char* tokenizer, const char* config, Emit emit, void* sink);
+  bool (*encode)(std::int64_t handle, const char* text, std::int64_t size, Emit emit, void* sink);  // int32 numbers
+  bool (*decode)(std::int64_t handle, std::int32_t token, Emit emit, void* sink);                   // bytes
+};
+void use_tokenizers(const TokenizerFunctions& functions);
+
+/// "bytes": 256 bytes and the end of a document; else the path of a SentencePiece model or, after use_tokenizers(), of
+/// a tokenizer.json. Throws Error when the file cannot be read, or when the program was built without SentencePiece.
 std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name);
 /// The tokenizer of a trained model, whose vocabulary it must have. `pretrained`: by another program, which takes the
-/// SentencePiece model's own tokens for the start and the end of a document, and whose vocabulary may be larger.
+/// tokenizer's own tokens for the start and the end of a document, and whose vocabulary may be larger.
 std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name, int vocab_size, bool pretrained);
 
 }  // namespace nsa::lm

@@ -139,6 +139,7 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
   LoadedModel loaded{.model = Model(model, std::nullopt),
                      .tokenizer = config.data.tokenizer,
                      .pretrained = !config.train.init.empty(),
+                     .trained_on_tokens = config.data.holds_tokens(),
                      .context = config.train.context};
   loaded.model.place(device, dtype);
   load_tensors(file_path.string(), file, loaded.model.parameters());

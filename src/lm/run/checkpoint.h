@@ -41,9 +41,10 @@ ModelConfig read_model_config(const std::string& path);
 /// A model, and what its folder says about it.
 struct LoadedModel {
   Model model;
-  std::string tokenizer;     // empty: none that this program reads
-  bool pretrained = false;   // by transformers, or a run that began there
-  std::int64_t context = 0;  // it was trained with, tokens
+  std::string tokenizer;           // empty: none that this program reads
+  bool pretrained = false;         // by transformers, or a run that began there
+  bool trained_on_tokens = false;  // a run whose data were token numbers
+  std::int64_t context = 0;        // it was trained with, tokens
 };
 
 /// `path`: a run folder, the model.safetensors in it, or a folder of transformers; `device` and `dtype`: as for

@@ -212,6 +212,11 @@ RunConfig parse_run_config(const std::string& text, const std::string& where) {
     from_json(json, config);
     config.model.validate();
     config.train.validate();
+    const auto& data = config.data;
+    if (data.vocab_size != (data.holds_tokens() ? config.model.vocab_size : 0)) {
+      throw base::Error(fmt::format("data.vocab_size = {}: must be 0 or that of the model", data.vocab_size));
+    }
+    if (!data.ids.empty() && !data.holds_tokens()) throw base::Error("data.ids: needs a vocab_size");
     return config;
   } catch (const base::Error& error) {
     throw base::Error(fmt::format("{}: {}", where, error.what()));

@@ -18,7 +18,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char *kConfig = "config.json", *kModel = "model.safetensors", *kMetrics = "metrics.jsonl";
+constexpr const char *kConfig = "config.json", *kModel = "model.safetensors", *kMetrics = "metrics.jsonl",
+                     *kOptions = "config.toml";
 
 std::string optimizer_name(std::int64_t step) { return fmt::format("optimizer-{}.safetensors", step); }
 
@@ -79,7 +80,7 @@ bool RunFolder::is_regular(const std::string& name) const {
 
 void RunFolder::refuse_irregular() const {
   std::error_code error;
-  for (const auto* const name : {kConfig, kModel, kMetrics}) {
+  for (const auto* const name : {kConfig, kModel, kMetrics, kOptions}) {
     const auto type = fs::symlink_status(file(name), error).type();
     if (type == fs::file_type::regular || type == fs::file_type::not_found) continue;
     throw base::Error(
@@ -110,8 +111,9 @@ RunConfig RunFolder::config() const { return read_run_config(file(kConfig)); }
 
 void RunFolder::update(const RunConfig& config) const { base::replace_file(file(kConfig), text_of(config)); }
 
-void RunFolder::begin(const RunConfig& config) const {
+void RunFolder::begin(const RunConfig& config, const std::string& options) const {
   update(config);
+  if (!options.empty()) base::replace_file(file(kOptions), options);
   base::remove_file(file(kMetrics));
   remove_leftovers("");
   base::remove_file(file(kModel));

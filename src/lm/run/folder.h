@@ -14,8 +14,8 @@
 namespace nsa::lm {
 
 /// While it lives no other process trains in the folder. Of what lies there it replaces and removes only config.json,
-/// metrics.jsonl and model.safetensors of a run, regular files of the names optimizer-STEP.safetensors, and its own
-/// temporary files. It follows no link in the folder. What fails on the disk is thrown as by throw_errno().
+/// config.toml, metrics.jsonl and model.safetensors of a run, regular files of the names optimizer-STEP.safetensors,
+/// and its own temporary files. It follows no link in the folder. What fails on the disk is thrown as by throw_errno().
 class RunFolder {
  public:
   /// The folder of a new run; created if missing. Throws Error when it holds a run, unless `overwrite`, or when
@@ -28,8 +28,8 @@ class RunFolder {
   RunConfig config() const;
 
   /// Makes it the folder of this run. The old run stays complete until the new configuration is written, then it is
-  /// removed.
-  void begin(const RunConfig& config) const;
+  /// removed. `options`: the content of config.toml; "": it stays.
+  void begin(const RunConfig& config, const std::string& options) const;
 
   /// Replaces the configuration of its run by one with other intervals.
   void update(const RunConfig& config) const;

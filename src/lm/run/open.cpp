@@ -14,7 +14,7 @@ namespace nsa::lm {
 OpenedCheckpoint open_checkpoint(const std::string& path, const std::vector<std::string>& changes, at::Device device,
                                  bool with_tokenizer) {
   auto loaded = load_model(path, changes, device, at::kFloat);
-  auto tokenizer = with_tokenizer ? tokenizer_of(path, loaded) : nullptr;
+  auto tokenizer = with_tokenizer && !loaded.trained_on_tokens ? tokenizer_of(path, loaded) : nullptr;
   return {std::move(loaded), std::move(tokenizer)};
 }
 
@@ -23,11 +23,13 @@ OpenedTexts open_ids(const std::string& path, const Model& model) {
 }
 
 OpenedTexts open_texts(const std::string& checkpoint, const std::vector<std::string>& paths,
-                       const Tokenizer& tokenizer) {
+                       const OpenedCheckpoint& opened) {
+  const Tokenizer* const tokenizer = opened.tokenizer.get();
   if (!paths.empty()) {
     DataConfig data;
     data.paths = paths;
     data.held_out_percent = 100;
+    data.vocab_size = tokenizer ? 0 : opened.model().config().vocab_size;
     return {load_held_out(data, tokenizer).held_out, fmt::format("{}", fmt::join(paths, ", "))};
   }
   if (is_pretrained(checkpoint)) {

@@ -14,7 +14,7 @@ namespace nsa::lm {
 
 struct OpenedCheckpoint {
   LoadedModel loaded;
-  std::unique_ptr<Tokenizer> tokenizer;
+  std::unique_ptr<Tokenizer> tokenizer;  // null where the model was trained on token numbers
 
   const Model& model() const { return loaded.model; }
 };
@@ -34,6 +34,6 @@ OpenedTexts open_ids(const std::string& path, const Model& model);
 /// All documents of `paths` (files or folders); without paths those that the run at `checkpoint` held out. Throws Error
 /// when there are none, or when the run's data changed since (then what it was trained on might be among them).
 OpenedTexts open_texts(const std::string& checkpoint, const std::vector<std::string>& paths,
-                       const Tokenizer& tokenizer);
+                       const OpenedCheckpoint& opened);
 
 }  // namespace nsa::lm

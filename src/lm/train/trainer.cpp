@@ -87,7 +87,7 @@ Model make_model(const RunConfig& config, at::Device device) {
 class Trainer {
  public:
   /// The first rank has a `folder`, the others have none.
-  Trainer(std::optional<RunFolder> folder, RunConfig config, const Tokenizer& tokenizer, Corpus corpus,
+  Trainer(std::optional<RunFolder> folder, RunConfig config, const Tokenizer* tokenizer, Corpus corpus,
           at::Device device, const Execution& execution)
       : folder_(std::move(folder)),
         ranks_(execution.ranks),
@@ -111,8 +111,8 @@ class Trainer {
   }
 
   void print_summary(const base::DeviceChoice& device) const;
-  /// Begins a new run in the folder.
-  void begin();
+  /// Begins a new run in the folder. `options`: see RunFolder::begin().
+  void begin(const std::string& options);
   /// Resumes the run in the folder.
   void load();
   TrainResult run(const std::string& out);
@@ -150,7 +150,7 @@ class Trainer {
   std::optional<RunFolder> folder_;
   Ranks ranks_;
   RunConfig config_;
-  const Tokenizer& tokenizer_;
+  const Tokenizer* tokenizer_;  // null where the data are token numbers
   Corpus corpus_;
   DataLoader rows_;
   std::vector<PackedSequence> eval_rows_;
@@ -175,8 +175,17 @@ void Trainer::print_summary(const base::DeviceChoice& device) const {
   fmt::print("device: {}{}\n", device.text, ranks_.size() > 1 ? fmt::format(" and {} ranks", ranks_.size()) : "");
   fmt::print("model: attention {}, {} parameters: phi {}, gates {}, extra K/V {}, rest {}\n",
              name_of(config_.model.attention), counts.total(), counts.phi, counts.gates, counts.extra_kv, counts.rest);
-  fmt::print("data: {:.1f} MB of text, {} documents to train on, {} held out\n",
-             static_cast<double>(corpus_.bytes) / 1e6, corpus_.train.size(), corpus_.held_out.size());
+  std::size_t tokens = 0;
+  for (const auto* const documents : {&corpus_.train, &corpus_.held_out}) {
+    for (const auto& document : *documents) tokens += document.tokens.size();
+  }
+  fmt::print("data: {}, {} documents to train on, {} held out\n",
+             tokenizer_ ? fmt::format("{:.1f} MB of text", static_cast<double>(corpus_.bytes) / 1e6)
+                        : fmt::format("{} tokens", tokens),
+             corpus_.train.size(),
+             corpus_.cuts_ends ? fmt::format("the ends of {}", corpus_.held_out.size())
+                               : std::to_string(corpus_.held_out.size()));
+  if (!corpus_.skipped.empty()) fmt::print("data: skipped {}\n", corpus_.skipped);
   std::fflush(stdout);
 }
 
@@ -199,7 +208,7 @@ std::vector<Trainer::NextBatch> Trainer::next_batches(std::int64_t& tokens) {
     batches.push_back({make_batch(corpus_.train, rows), static_cast<std::uint64_t>(i)});
     if (train.retrieval_fraction == 0) continue;
     const auto seed = base::derive_seed({train.seed, 3, static_cast<std::uint64_t>(first)});
-    insert_key_value_lines(batches.back().rows, train.retrieval_fraction, pair_fraction(), tokenizer_, seed);
+    insert_key_value_lines(batches.back().rows, train.retrieval_fraction, pair_fraction(), *tokenizer_, seed);
   }
   return batches;
 }
@@ -361,7 +370,7 @@ void Trainer::evaluate_now() {
   begin_on_device();
   throttle_.finish();
   end_on_device();
-  const auto evaluation = evaluate(model_, corpus_.held_out, eval_rows_, &tokenizer_);
+  const auto evaluation = evaluate(model_, corpus_.held_out, eval_rows_, tokenizer_);
   nlohmann::json line = {
       {"kind", "eval"}, {"step", state_.step}, {"tokens", state_.tokens}, {"seconds", state_.seconds}};
   line.update(nlohmann::json(evaluation));
@@ -386,11 +395,11 @@ void Trainer::share_weights() {
   for (const auto& [name, parameter] : model_.parameters()) ranks_.broadcast(parameter.detach(), 0);
 }
 
-void Trainer::begin() {
+void Trainer::begin(const std::string& options) {
   if (folder_ && !config_.train.init.empty()) PretrainedFolder(config_.train.init).load(model_.parameters());
   plan();
   agree();
-  if (folder_) folder_->begin(config_);
+  if (folder_) folder_->begin(config_, options);
   share_weights();
   save();
 }
@@ -403,7 +412,7 @@ void Trainer::load() {
     if (state) text = nlohmann::json(*state).dump();
   }
   text = ranks_.broadcast(text);
-  if (text.empty()) return begin();
+  if (text.empty()) return begin("");
   state_ = parse_train_state(text, "the first rank's state", config_.train);
   share_weights();
   optimizer_.scatter_state(optimizer);
@@ -473,7 +482,9 @@ void note_the_start_of_phi(const ModelConfig& model) {
              model.phi_hidden, dim);
 }
 
+/// Null where the data are token numbers.
 std::unique_ptr<Tokenizer> tokenizer_of(const RunConfig& config) {
+  if (config.data.holds_tokens()) return nullptr;
   if (config.train.init.empty()) return make_tokenizer(config.data.tokenizer);
   return make_tokenizer(config.data.tokenizer, config.model.vocab_size, /*pretrained=*/true);
 }
@@ -492,18 +503,34 @@ void require_same(const RunConfig& config, const Ranks& ranks) {
   if (!difference.empty()) throw base::Error(fmt::format("not as on the first rank: {}", difference));
 }
 
-/// A path, or a list of them, as it is found from any folder; no path: `bytes`, the tokenizer.
+/// Sets the tokenizer, or the vocabulary of data that are token numbers, and the model's vocabulary.
+std::unique_ptr<Tokenizer> choose_vocabulary(RunConfig& config) {
+  auto& data = config.data;
+  if (!data.ids.empty() && !data.holds_tokens()) throw base::Error("--ids: needs --vocab-size or --init");
+  if (data.holds_tokens()) {
+    data.tokenizer.clear();
+    if (config.train.retrieval_fraction > 0) {
+      throw base::Error(fmt::format("retrieval_fraction = {}: must be 0 where the data are token numbers",
+                                    config.train.retrieval_fraction));
+    }
+  }
+  auto tokenizer = tokenizer_of(config);
+  if (config.train.init.empty()) config.model.vocab_size = tokenizer ? tokenizer->vocab_size() : data.vocab_size;
+  return tokenizer;
+}
+
+/// A path, or a list of them, as it is found from any folder; no path: `bytes`, the tokenizer, and nothing.
 nlohmann::json absolute(const nlohmann::json& value) {
   const auto of = [](const nlohmann::json& path) {
     return std::filesystem::absolute(path.get<std::string>()).string();
   };
-  if (value.is_string()) return value == "bytes" ? value : nlohmann::json(of(value));
+  if (value.is_string()) return value == "bytes" || value == "" ? value : nlohmann::json(of(value));
   auto paths = nlohmann::json::array();
   for (const auto& path : value) paths.push_back(of(path));
   return paths;
 }
 
-bool is_path(const std::string& field) { return field == "paths" || field == "tokenizer"; }
+bool is_path(const std::string& field) { return field == "paths" || field == "ids" || field == "tokenizer"; }
 
 std::string hex(std::uint64_t value) { return fmt::format("{:016x}", value); }
 
@@ -514,9 +541,9 @@ TrainResult train(TrainRequest request) {
   const Ranks& ranks = request.execution.ranks;
   config.train.device = request.device.kind();
   config.data.paths = absolute(config.data.paths);
+  config.data.ids = absolute(config.data.ids);
   config.data.tokenizer = absolute(config.data.tokenizer);
-  const auto tokenizer = tokenizer_of(config);
-  if (config.train.init.empty()) config.model.vocab_size = tokenizer->vocab_size();
+  const auto tokenizer = choose_vocabulary(config);
   config.model.validate();
   config.train.validate();
   require_a_selector(config.model, config.train.selector_loss);
@@ -524,11 +551,12 @@ TrainResult train(TrainRequest request) {
   config.train.threads = base::set_threads(static_cast<int>(config.train.threads));
   std::optional<RunFolder> folder;
   if (ranks.first()) folder.emplace(RunFolder::for_new_run(request.out, request.overwrite));
-  auto corpus = load_corpus(config.data, *tokenizer);
+  auto corpus = load_corpus(config.data, tokenizer.get());
   config.fingerprint = hex(corpus.fingerprint);
   require_same(config, ranks);
-  Trainer trainer(std::move(folder), config, *tokenizer, std::move(corpus), request.device.device, request.execution);
-  trainer.begin();
+  Trainer trainer(std::move(folder), config, tokenizer.get(), std::move(corpus), request.device.device,
+                  request.execution);
+  trainer.begin(request.options);
   if (ranks.first()) {
     trainer.print_summary(request.device);
     note_the_start_of_phi(config.model);
@@ -564,13 +592,13 @@ TrainResult resume(const std::string& out, const nlohmann::json& given, const Ex
   const auto device = base::choose_device(config.train.device);
   base::set_threads(static_cast<int>(config.train.threads));
   const auto tokenizer = tokenizer_of(config);
-  auto corpus = load_corpus(config.data, *tokenizer);
+  auto corpus = load_corpus(config.data, tokenizer.get());
   if (hex(corpus.fingerprint) != config.fingerprint) {
     throw base::Error(fmt::format("{}: cannot resume: the data changed: fingerprint = {}, was {}", out,
                                   hex(corpus.fingerprint), config.fingerprint));
   }
   if (folder && now != stored) folder->update(config);
-  Trainer trainer(std::move(folder), config, *tokenizer, std::move(corpus), device.device, execution);
+  Trainer trainer(std::move(folder), config, tokenizer.get(), std::move(corpus), device.device, execution);
   if (ranks.first()) trainer.print_summary(device);
   trainer.load();
   return trainer.run(out);

@@ -18,8 +18,9 @@ struct Execution {
 };
 
 struct TrainRequest {
-  std::string out;   // run folder
-  RunConfig config;  // fingerprint, vocab_size (without train.init) and device are filled in
+  std::string out;      // run folder
+  RunConfig config;     // fingerprint, vocab_size (without train.init) and device are filled in
+  std::string options;  // the content of config.toml
   base::DeviceChoice device;
   bool overwrite = false;
   Execution execution;
