@@ -326,7 +326,7 @@ class _SparseModel(_Sparse):
     _output: type[Any] = BaseModelOutputWithPast
     _has_axes = False
 
-    def __init__(self, config: Sparse) -> None:
+    def __init__(self, config: Any) -> None:
         config._complete()
         super().__init__(config)
         for i, layer in enumerate(self.layers):
@@ -488,7 +488,7 @@ class _SparseForCausalLM(_Sparse):
 
     _auto = AutoModelForCausalLM
 
-    def __init__(self, config: Sparse) -> None:
+    def __init__(self, config: Any) -> None:
         PreTrainedModel.__init__(self, config)  # the parent's would make a dense model
         self.model = AutoModel.from_config(config)
         self.vocab_size = config.vocab_size

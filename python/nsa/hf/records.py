@@ -61,6 +61,10 @@ def with_output_nsa(forward: Callable[..., Any]) -> Callable[..., Any]:
         outputs["nsa"] = records
         return outputs
 
+    if forward.__module__.startswith("transformers."):
+        wrapper.__doc__ = (
+            "As in transformers, with `output_nsa`: True or the numbers of layers. The output then has `nsa`."
+        )
     return wrapper
 
 
