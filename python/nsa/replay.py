@@ -2,7 +2,7 @@
 
 In reinforcement learning one program samples and another one learns. Where their arithmetic differs, so do some of the
 selected blocks, and then the log-probabilities. A training forward that attends to the recorded blocks has no such
-difference:
+difference::
 
     with nsa.replay.record(model):
         out = model.generate(prompt, return_dict_in_generate=True, ...)
@@ -193,7 +193,7 @@ class Replay:
         return [(different, compared) for different, compared in found]
 
     def given(self, layer: int, tokens: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
-        """int32 (*shape, Hkv, topk) for a layer's rows; `tokens`: bool, which of them are tokens, None: all."""
+        """int32 (shape..., Hkv, topk) for a layer's rows; `tokens`: bool, which of them are tokens, None: all."""
         indices = self._indices[layer].to(device, torch.int32)
         expected = int(np.prod(shape)) if tokens is None else int(tokens.sum())
         if indices.shape[0] != expected:
