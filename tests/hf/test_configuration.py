@@ -9,6 +9,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+import nsa.hf
 from models import SIZES, SMALL, SPARSE, sparse
 from nsa.hf.configuration import OPTIONS
 
@@ -139,3 +140,32 @@ def test_the_recipe_is_that_of_the_program(name):
     assert SPARSE[name][1].recipe(**SIZES, rope_parameters=given).rope_parameters == given
     with pytest.raises(ValueError, match=r"^nsa = \[\]: must be a dict or None$"):
         SPARSE[name][1].recipe(**SIZES, nsa=[])
+
+
+MROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("Mistral", {"sliding_window": 16}, "sliding_window = 16: must be None"),
+        ("Qwen2", {"use_sliding_window": True}, "sliding_window = 4096: must be None (use_sliding_window = False)"),
+        ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok = 5: must be at most num_exp"),
+        ("Qwen3Moe", {"num_experts": 0}, "num_experts = 0: must be >= 1"),
+        ("Qwen3Moe", {"moe_intermediate_size": -1}, "moe_intermediate_size = -1: must be >= 1"),
+        *(
+            (
+                "Qwen3VLText",
+                {"rope_parameters": MROPE | {"mrope_section": axes}},
+                f"rope_parameters: mrope_section = {axes!r}",
+            )
+            for axes in ([4, 4], [4, 2, -2], [4, 2, 2.0], "422", None)
+        ),
+    ],
+)
+def test_fields_of_other_families(family, fields, message):
+    config = getattr(nsa.hf, f"Nsa{family}Config")
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        config(**{**SIZES, **fields})
+    made = config(**{**SIZES, "head_dim": None} if family != "Qwen3VLText" else SIZES)
+    assert made.head_dim == (16 if family == "Qwen3VLText" else 8) and made.layer_types == ["nsa", "nsa"]

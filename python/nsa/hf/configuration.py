@@ -151,6 +151,8 @@ class Sparse(Loadable):
         for name in SIZES:
             if (value := getattr(self, name, None)) is not None and value < 1:
                 raise ValueError(f"{name} = {value}: must be >= 1")
+        if (used := getattr(self, "num_experts_per_tok", 0)) > (experts := getattr(self, "num_experts", 0)):
+            raise ValueError(f"num_experts_per_tok = {used}: must be at most num_experts = {experts}")
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             what = f"num_key_value_heads = {self.num_key_value_heads}"
             raise ValueError(f"{what}: must divide num_attention_heads = {self.num_attention_heads}")
@@ -196,6 +198,9 @@ class Sparse(Loadable):
         if kind not in ROPE_TYPES:
             allowed = f"{', '.join(ROPE_TYPES[:-1])} or {ROPE_TYPES[-1]}, whose angles do not depend on a text's length"
             raise ValueError(f"rope_parameters: rope_type = {kind!r}: must be {allowed}")
+        axes = rope.get("mrope_section", [0, 0, 0])
+        if not isinstance(axes, list | tuple) or len(axes) != 3 or any(type(n) is not int or n < 0 for n in axes):
+            raise ValueError(f"rope_parameters: mrope_section = {axes!r}: must be three integers >= 0")
         ignored = getattr(self, "ignore_keys_at_rope_validation", None) or set()
         for name in rope.keys() - {"rope_type", "type", "truncate"} - ignored:
             value = rope[name]
