@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Trainer, TrainerCallback, TrainingArguments
 
-LENGTH, STEPS, RATE = 384, 40, 1e-2
+LENGTH, STEPS, RATE = 384, 30, 1e-2
 TEXT = b"".join(file.read_bytes() for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
 HELD_OUT, TRAINED = TEXT[:40_000], TEXT[40_000:4_000_000]
 
@@ -137,7 +137,7 @@ def evaluate(folder: Path) -> None:
 
     # Which one comes next, the text's own 40 characters or the same ones shuffled?
     text, shuffle, requests = HELD_OUT.decode(errors="replace"), random.Random(0), []
-    for at in range(300, len(text) - 40, 1200):
+    for at in range(300, len(text) - 40, 2000):
         right = text[at : at + 40]
         wrong = "".join(shuffle.sample(right, len(right)))
         requests += [Request((text[at - 300 : at], choice)) for choice in (right, wrong)]
