@@ -1,5 +1,6 @@
-"""python -m nsa.train: several ranks train what one process trains."""
+"""python -m nsa.train: several ranks train what one process trains. bench/scale/train_ranks.py measures them."""
 
+import json
 import os
 import random
 import shutil
@@ -11,9 +12,10 @@ import time
 
 import pytest
 
-from conftest import PROGRAM, TINY, TINY_NSA, TINY_RUN, metrics, nsa, refused, same_weights
+from conftest import PROGRAM, ROOT, TINY, TINY_NSA, TINY_RUN, metrics, nsa, refused, same_weights
 
 RUN = [*TINY, "--layers", "2", "--threads", "1", "--selector-loss", "0.1"]
+BENCH = ROOT / "bench/scale/train_ranks.py"
 WAIT = 300  # s, for what takes a few where no other work runs
 STARTED = []  # processes of the current test
 
@@ -259,3 +261,52 @@ def test_how_it_is_started(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "run several ranks with torchrun ... -m nsa.train" in refused("train", "--out", tmp_path / "run")
+
+
+def bench(*arguments):
+    given = {"NSA_PROGRAM": PROGRAM, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1, "NSA_DEVICE": "cpu"}
+    given = os.environ | {name: str(value) for name, value in given.items()}
+    command = [sys.executable, str(BENCH), *map(str, arguments)]
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=2 * WAIT)
+
+
+def test_speed_of_the_bench(corpus, tmp_path):
+    """Two ranks have the weights of one."""
+    found = []
+    for ranks in (1, 2):
+        file = tmp_path / f"{ranks}.json"
+        train = ["--data", corpus, "--steps", 24, "--grad-accum", 2, *RUN]
+        done = bench("speed", "--ranks", ranks, "--out", tmp_path / str(ranks), "--json", file, "--", *train)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append(json.loads(file.read_text()))
+    assert [run["ranks"] for run in found] == [1, 2]
+    for run in found:
+        assert (
+            run["steps"] == 24 and run["grad_accum"] == 2 and len(run["losses"]) == 6 and run["tokens_per_second"] > 0
+        )
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+
+
+def test_kill_by_the_bench(corpus, tmp_path):
+    file = tmp_path / "killed.json"
+    train = ["--data", corpus, "--steps", 400, "--save-every", 20, *RUN, "--eval-every", 0]
+    done = bench("kill", "--ranks", 2, "--at", 40, "--out", tmp_path / "runs", "--json", file, "--", *train)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    assert found["same_weights"] and [run["victim"] for run in found["runs"]] == [0, 1]
+    for run in found["runs"]:
+        assert run["code"] != 0 and 0 < run["seconds_until_said"] < 15 and "resume with --resume" in run["said"]
+        assert run["end"]["step"] == 400 and run["left_running"] == []
+
+
+@pytest.mark.parametrize("arguments, message", (
+    (("kill", "--ranks", 1, "--out", "new"), "--ranks 1: must be at least 2"),
+    (("speed", "--ranks", 1, "--out", "full"), "must be empty"),
+))  # fmt: skip
+def test_the_bench_refuses(arguments, message, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    *others, folder = arguments
+    done = bench(*others, tmp_path / folder)
+    assert done.returncode != 0 and message in done.stderr
+    assert [file.name for file in (tmp_path / "full").iterdir()] == ["file"]

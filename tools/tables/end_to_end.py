@@ -82,7 +82,6 @@ def gpu_h100():
 
 def cpu_end_to_end():
     yield "## End to end on a CPU, against dense attention"
-    yield "![attention time over context length on a CPU](images/attention_time.png)"
     yield fill(
         "Seconds, the best of several calls; φ = mean. Dense is torch's `scaled_dot_product_attention` with the same "
         "threads, the faster of expanded K/V and `enable_gqa`. Plain is causal attention on the library's own kernels, "
