@@ -237,7 +237,7 @@ std::string toml_of(const CLI::App& command) {
     }
   }
   std::ostringstream text;
-  text << "# nsa " << command.get_name() << " --config FILE --out FOLDER\n" << table << "\n";
+  text << table << "\n";
   return text.str();
 }
 

@@ -323,6 +323,21 @@ def test_a_file_of_options(tmp_path, corpus):
     nsa("train", "--resume", "--config", tmp_path / "three" / "config.toml", "--out", tmp_path / "three")
 
 
+def test_a_folder_with_options_alone_is_one_of_a_run_that_ended_early(tmp_path, corpus):
+    """If they are the program's; a file of the user's own stays."""
+    train(tmp_path / "run", "--data", corpus)
+    for name, refuses in (("own", False), ("foreign", True)):
+        (tmp_path / name).mkdir()
+        text = (tmp_path / "run" / "config.toml").read_text()
+        (tmp_path / name / "config.toml").write_text(text.replace("# nsa", "# mine") if refuses else text)
+        command = ["train", "--out", tmp_path / name, "--config", tmp_path / name / "config.toml"]
+        if refuses:
+            assert "holds no run of this program, but 'config.toml'" in refused(*command)
+        else:
+            nsa(*command)
+            assert (tmp_path / name / "config.toml").read_text() == text
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -21,6 +21,9 @@ namespace fs = std::filesystem;
 constexpr const char *kConfig = "config.json", *kModel = "model.safetensors", *kMetrics = "metrics.jsonl",
                      *kOptions = "config.toml";
 
+// The first line of config.toml. A process that ended before it wrote config.json leaves such a file alone.
+const std::string kOptionsMark = "# nsa train --config FILE --out FOLDER\n";
+
 std::string optimizer_name(std::int64_t step) { return fmt::format("optimizer-{}.safetensors", step); }
 
 bool is_optimizer(const std::string& name) {
@@ -102,6 +105,10 @@ void RunFolder::refuse_foreign(bool overwrite) const {
   }
   for (const auto& name : names()) {
     if (name == kLockName || base::is_temporary(name)) continue;
+    if (name == kOptions && is_regular(name) &&
+        base::read_prefix(file(name), base::Links::kRefuse, kOptionsMark.size()) == kOptionsMark) {
+      continue;
+    }
     throw base::Error(
         fmt::format("{}: holds no run of this program, but '{}'; a new run needs a folder of its own", path_, name));
   }
@@ -112,8 +119,8 @@ RunConfig RunFolder::config() const { return read_run_config(file(kConfig)); }
 void RunFolder::update(const RunConfig& config) const { base::replace_file(file(kConfig), text_of(config)); }
 
 void RunFolder::begin(const RunConfig& config, const std::string& options) const {
+  if (!options.empty()) base::replace_file(file(kOptions), kOptionsMark + options);  // a resumed run has no more of it
   update(config);
-  if (!options.empty()) base::replace_file(file(kOptions), options);
   base::remove_file(file(kMetrics));
   remove_leftovers("");
   base::remove_file(file(kModel));
