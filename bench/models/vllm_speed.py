@@ -34,7 +34,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--json", required=True, metavar="FILE", help="results")
 parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
 parser.add_argument("--tiny", action="store_true", help="a small model in float32, without CUDA graphs")
-parser.add_argument("--runner", choices=("1", "2"), help="model runner of vLLM, default its own choice")
+parser.add_argument("--runner", choices=("1", "2"), help="model runner of vLLM, default: vLLM chooses")
 parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="most time of a part")
 parser.add_argument("--work", help=argparse.SUPPRESS)
 OPTIONS = parser.parse_args()
