@@ -32,7 +32,7 @@ TEST(LoadHeldOut, IsTheCorpusWithoutItsDocumentsToTrainOn) {
   data.paths = {folder.string()};
   data.held_out_percent = 20;
   const auto tokenizer = make_tokenizer("bytes");
-  const auto corpus = load_corpus(data, *tokenizer), held_out = load_held_out(data, *tokenizer);
+  const auto corpus = load_corpus(data, tokenizer.get()), held_out = load_held_out(data, tokenizer.get());
   std::filesystem::remove_all(folder);
   EXPECT_EQ(corpus.train.size() + corpus.held_out.size(), 100u);
   EXPECT_EQ(held_out.fingerprint, corpus.fingerprint);
