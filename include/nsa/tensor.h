@@ -46,6 +46,11 @@ struct TensorView {
 
   /// A row-major view without gaps.
   static TensorView contiguous(void* data, DType dtype, std::initializer_list<std::int64_t> shape, Device device = {});
+  /// The same of constant memory, for inputs alone: an operation would write to it as to any output.
+  static TensorView input(const void* data, DType dtype, std::initializer_list<std::int64_t> shape,
+                          Device device = {}) {
+    return contiguous(const_cast<void*>(data), dtype, shape, device);
+  }
 
   bool defined() const { return rank > 0; }
   std::int64_t size(int dim) const { return shape[static_cast<std::size_t>(dim < 0 ? dim + rank : dim)]; }

@@ -17,10 +17,13 @@ int main() {
   const auto view = [](std::vector<float>& data, std::initializer_list<std::int64_t> shape) {
     return nsa::TensorView::contiguous(data.data(), nsa::DType::kFloat32, shape);
   };
+  const auto input = [](const std::vector<float>& data, std::initializer_list<std::int64_t> shape) {
+    return nsa::TensorView::input(data.data(), nsa::DType::kFloat32, shape);
+  };
   nsa::SlidingWindowAttentionParams params;
-  params.q = view(q, {1, kTokens, kHeads, kDim});
-  params.k = view(k, {1, kTokens, 1, kDim});
-  params.v = view(v, {1, kTokens, 1, kDim});
+  params.q = input(q, {1, kTokens, kHeads, kDim});
+  params.k = input(k, {1, kTokens, 1, kDim});
+  params.v = input(v, {1, kTokens, 1, kDim});
   params.window_size = 1;
   params.softmax_scale = 1.0;
   params.o = view(o, {1, kTokens, kHeads, kDim});
