@@ -234,6 +234,7 @@ class KVCache:
         """Pages of selection keys and values that neither a sequence nor a cached prefix holds."""
         return len(self._pages.tokens.free)
 
+    @checked
     def selected(self, sequence: int) -> Tensor:
         """The blocks that each token of a row selected: (length, Hkv, topk) as `selections`. Waits for the device.
 
@@ -246,7 +247,7 @@ class KVCache:
         pages = self._pages.tokens.held[sequence][: self._pages.tokens.pages_for(length)]
         return self.selections[pages].flatten(0, 1)[:length]
 
-    def record(self, before: Tensor, selected: Tensor) -> None:
+    def _record(self, before: Tensor, selected: Tensor) -> None:
         """Keeps what a step selected. Does nothing without record_selections.
 
         Args:

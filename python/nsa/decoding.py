@@ -235,7 +235,7 @@ def _step(
             names=names,
         )
         if cache.selections is not None:
-            cache.record(before, selected if indices is None else indices)
+            cache._record(before, selected if indices is None else indices)
     if torch.is_grad_enabled():
         branches = (q, k, v, k_slc, v_slc, k_swa, v_swa, gates)
         o = _without_gradient(o, *branches, *weights_k.as_arguments(), *weights_v.as_arguments())

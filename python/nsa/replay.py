@@ -15,14 +15,15 @@ MoE models do the same with the experts of their router ("routing replay").
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -78,12 +79,10 @@ class SelectionRecord:
         indices = self.indices[:, :length]
         if length > len(self):
             layers, _, heads, topk = indices.shape
-            forced = np.full(topk, -1)
-            mask = _forced(np.array([length - 1]), -(-length // self.cfg.block_size), self.cfg)[0]
-            blocks = np.flatnonzero(mask)[:topk]
-            forced[: len(blocks)] = blocks
-            last = torch.from_numpy(forced).to(indices).expand(layers, 1, heads, topk)
-            indices = torch.cat((indices, last), 1)
+            mask = _forced(torch.tensor([length - 1]), -(-length // self.cfg.block_size), self.cfg)[0]
+            blocks = mask.nonzero()[:topk, 0]
+            last = nn.functional.pad(blocks, (0, topk - len(blocks)), value=-1).to(indices)
+            indices = torch.cat((indices, last.expand(layers, 1, heads, topk)), 1)
         return SelectionRecord(indices, self.cfg)
 
     def to_bytes(self) -> bytes:
@@ -91,23 +90,21 @@ class SelectionRecord:
         layers, tokens, heads, _ = self.indices.shape
         header = {"layers": layers, "tokens": tokens, "heads": heads, "cfg": self.cfg.as_list()}
         header["dtype"] = str(self.indices.dtype).removeprefix("torch.")
-        streams = self.indices.cpu().numpy().transpose(0, 2, 1, 3).reshape(layers * heads, tokens, self.cfg.topk)
-        counts, places = [np.zeros(0, int)], [np.zeros(0, int)]
+        streams = self.indices.cpu().transpose(1, 2).reshape(layers * heads, tokens, self.cfg.topk).long()
+        counts, places = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
         for stream in streams:
-            last: Any = False
+            last = torch.zeros(-(-tokens // self.cfg.block_size), dtype=torch.bool)
             for some, forced in _chunks(tokens, self.cfg):
-                mask = np.zeros((forced.shape[0], forced.shape[1] + 1), bool)  # the last column: -1
-                np.put_along_axis(mask, stream[some].astype(np.int64), True, 1)
+                rows = stream[some]
+                mask = torch.zeros(len(rows), forced.shape[1] + 1, dtype=torch.bool)  # the last column: -1
+                mask.scatter_(1, rows % mask.shape[1], True)
                 mask = mask[:, :-1] ^ forced
-                changed = mask.copy()
-                changed[1:] ^= mask[:-1]
-                changed[0] ^= last
+                changed = mask ^ torch.cat((last[None], mask[:-1]))
                 last = mask[-1]
                 counts.append(changed.sum(1))
-                places.append(np.nonzero(changed)[1])
-        parts = [np.concatenate(part) for part in (counts, places)]
-        # The low and the high bytes apart: the high ones are nearly all the same.
-        planes = [byte.tobytes() for part in parts for byte in _bytes_apart(part)]
+                places.append(changed.nonzero()[:, 1])
+        parts = [torch.cat(part) for part in (counts, places)]
+        planes = [_to_planes(part) for part in parts]
         body = zlib.compress(b"".join(planes), 9)
         head = json.dumps(header | {"changes": len(parts[1]), "size": len(body)}).encode()
         return b"".join((_MAGIC, head, b"\n", body))
@@ -195,7 +192,7 @@ class Replay:
     def given(self, layer: int, tokens: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
         """int32 (shape..., Hkv, topk) for a layer's rows; `tokens`: bool, which of them are tokens, None: all."""
         indices = self._indices[layer].to(device, torch.int32)
-        expected = int(np.prod(shape)) if tokens is None else int(tokens.sum())
+        expected = math.prod(shape) if tokens is None else int(tokens.sum())
         if indices.shape[0] != expected:
             raise ValueError(
                 f"records: {indices.shape[0]} tokens: must be {expected}, the tokens of the batch; a last token that a "
@@ -267,22 +264,29 @@ def _sparse_layers(model: nn.Module) -> list[NativeSparseAttention]:
     return layers
 
 
-def _forced(positions: np.ndarray[Any, Any], blocks: int, cfg: NSAConfig) -> np.ndarray[Any, Any]:
+def _forced(positions: Tensor, blocks: int, cfg: NSAConfig) -> Tensor:
     """bool (tokens, blocks): the blocks that every token at these positions selects."""
-    block, own = np.arange(blocks), (positions // cfg.block_size)[:, None]
+    block, own = torch.arange(blocks), (positions // cfg.block_size)[:, None]
     return ((block < cfg.init_blocks) | (block > own - cfg.local_blocks)) & (block <= own)
 
 
-def _chunks(tokens: int, cfg: NSAConfig) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:
+def _chunks(tokens: int, cfg: NSAConfig) -> Iterator[tuple[slice, Tensor]]:
     """Rows of a sequence, some at a time, and their forced blocks (rows, blocks of the sequence)."""
     for begin in range(0, tokens, _ROWS):
         some = slice(begin, min(begin + _ROWS, tokens))
-        yield some, _forced(np.arange(some.start, some.stop), -(-tokens // cfg.block_size), cfg)
+        yield some, _forced(torch.arange(some.start, some.stop), -(-tokens // cfg.block_size), cfg)
 
 
-def _bytes_apart(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """uint8 (4, n): the bytes of 32-bit numbers, the lowest first."""
-    return numbers.astype("<u4").view(np.uint8).reshape(-1, 4).T
+def _to_planes(numbers: Tensor) -> bytes:
+    """The bytes of 32-bit numbers, the lowest of all first: the high ones are nearly all the same."""
+    planes = torch.stack([(numbers >> shift & 255).to(torch.uint8) for shift in (0, 8, 16, 24)])
+    return ctypes.string_at(planes.data_ptr(), planes.numel())
+
+
+def _of_planes(planes: Tensor) -> Tensor:
+    """int64 numbers whose `_to_planes` is given as uint8."""
+    low, second, third, high = planes.view(4, -1).long()
+    return low | second << 8 | third << 16 | high << 24
 
 
 def _read(data: bytes) -> SelectionRecord:
@@ -307,34 +311,30 @@ def _read(data: bytes) -> SelectionRecord:
     plain = decompress.decompress(body, expected + 1)
     if len(plain) != expected or not decompress.eof:
         raise ValueError("unexpected size of the numbers")
-    numbers = np.frombuffer(plain, np.uint8)
-    counts = _together(numbers[: 4 * streams * tokens]).reshape(streams, tokens)
-    places = _together(numbers[4 * streams * tokens :])
+    numbers = torch.frombuffer(bytearray(plain), dtype=torch.uint8) if plain else torch.zeros(0, dtype=torch.uint8)
+    counts = _of_planes(numbers[: 4 * streams * tokens]).view(streams, tokens)
+    places = _of_planes(numbers[4 * streams * tokens :])
     blocks = -(-tokens // cfg.block_size)
     if int(counts.sum()) != changes or (changes and int(places.max()) >= blocks):
         raise ValueError("blocks beyond the sequence")
-    result = np.full((streams, tokens, cfg.topk), -1, header["dtype"])
+    result = torch.full((streams, tokens, cfg.topk), -1, dtype=getattr(torch, header["dtype"]))
     begin = 0
     for stream in range(streams):
-        last: Any = False
+        last = torch.zeros(blocks, dtype=torch.bool)
         for some, forced in _chunks(tokens, cfg):
             count = counts[stream, some]
             end = begin + int(count.sum())
-            mask = np.zeros_like(forced)
-            mask[np.repeat(np.arange(len(count)), count), places[begin:end]] = True
-            mask[0] ^= last
-            mask = np.logical_xor.accumulate(mask, 0)
+            changed = torch.zeros_like(forced, dtype=torch.int32)
+            changed[torch.arange(len(count)).repeat_interleave(count), places[begin:end]] = 1
+            changed[0] += last
+            mask = changed.cumsum(0) % 2 == 1
             last, begin = mask[-1], end
             mask = mask ^ forced
             found = mask.sum(1)
             if int(found.max()) > cfg.topk:
                 raise ValueError("more blocks than topk")
-            row, block = np.nonzero(mask)
-            slot = np.arange(len(row)) - np.repeat(found.cumsum() - found, found)
-            result[stream, some][row, slot] = block
-    indices = torch.from_numpy(result.reshape(layers, heads, tokens, cfg.topk).transpose(0, 2, 1, 3).copy())
+            row, block = mask.nonzero(as_tuple=True)
+            slot = torch.arange(len(row)) - (found.cumsum(0) - found).repeat_interleave(found)
+            result[stream, some][row, slot] = block.to(result.dtype)
+    indices = result.view(layers, heads, tokens, cfg.topk).transpose(1, 2).contiguous()
     return SelectionRecord(indices, cfg)
-
-
-def _together(planes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return planes.reshape(4, -1).T.copy().view("<u4").reshape(-1).astype(np.int64)

@@ -18,6 +18,8 @@ st = hypothesis.strategies
 NAMES = list(calls())
 OPTIONAL = ("cu_seqlens", "num_new", "rope", "indices", "k_slc", "v_slc", "k_swa", "v_swa", "slot_mapping", "overflow")
 OPTIONAL += ("block_table_swa", "block_table_cmp")
+# What the window and compression can do without, if all of it is missing.
+MISSING = {("serving.decode_paged", f"layer.{ring}") for ring in ("k_swa_ring", "v_swa_ring", "v_cmp_ring")}
 NO_TENSORS = {"list": [1.0], "array": np.zeros(3), "str": "x", "None": None, "number": 1.5, "module": torch.nn.ReLU()}
 
 
@@ -33,6 +35,7 @@ def test_what_is_no_tensor(name, kind):
     function, arguments = calls()[name]
     for argument, _ in tensors_of(arguments):
         optional = kind == "None" and (argument.startswith(OPTIONAL) or "Weights" in name)
+        optional |= kind == "None" and (name, argument) in MISSING
         required = {("compressed_cu_seqlens", "cu_seqlens"), ("selected_attention", "indices")}
         if optional and (name, argument) not in required:
             continue

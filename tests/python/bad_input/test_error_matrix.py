@@ -61,6 +61,7 @@ CASES = [
 ]
 WITHOUT_TENSORS = {"Backend", "NSAConfig", "backends", "describe_backends", "device_count", "use_backend"}
 OTHERS = {"CompressionFunction", "parameter_groups", "selector_loss", "parallel", "reference", "serving", "LayerCache"}
+OTHERS |= {"replay"}
 """Modules, and what takes a module or gives one that the layer's tests look at."""
 
 

@@ -85,7 +85,10 @@ def calls() -> Calls:
     tensors = {"tensors": CacheTensors(*used_cache().tensors()), "cfg": SMALL, "max_length": 64}
     result["KVCache.from_tensors"] = (nsa.KVCache.from_tensors, tensors)
     sizes = {"batch_size": 1, "num_kv_heads": 1, "head_dim": 8, "v_head_dim": 8, "cfg": SMALL, "max_length": 64}
-    result["KVCache"] = (nsa.KVCache, {**sizes, "page_size": 16, "num_pages": 4, "num_prefixes": 1})
+    result["KVCache"] = (
+        nsa.KVCache,
+        {**sizes, "page_size": 16, "num_pages": 4, "num_prefixes": 1, "record_selections": True},
+    )
     sizes = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "cfg": SMALL, "rope_theta": 10.0}
     result["NativeSparseAttention"] = (nsa.NativeSparseAttention, {**sizes, "partial_rotary_factor": 0.5})
     result["CompressionWeights"] = (nsa.CompressionWeights, vars(WEIGHTS))
@@ -108,6 +111,7 @@ CACHE_METHODS: dict[str, dict[str, Any]] = {
     "repeat": {"count": 2},
     "grow": {"max_length": 100, "num_pages": 30},
     "keep_prefix": {"sequence": 0, "tokens": [7, 8, 9]},
+    "selected": {"sequence": 0},
     "match_prefix": {"sequence": 1, "tokens": [7, 8, 9]},
     "reset": {},
     "check": {},
@@ -120,7 +124,7 @@ def make_cache(batch: int = 1, **options: Any) -> nsa.KVCache:
 
 def used_cache() -> nsa.KVCache:
     """Of two rows, the first with 9 tokens."""
-    cache = make_cache(2, page_size=16, num_prefixes=1)
+    cache = make_cache(2, page_size=16, num_prefixes=1, record_selections=True)
     cache.reserve([9, 0])
     x, gates = torch.randn(2, 9, HKV, D), torch.rand(2, 9, H, 3)
     nsa.prefill(torch.randn(2, 9, H, D), x, x, gates, cache, num_new=torch.tensor([9, 0], dtype=torch.int32))
