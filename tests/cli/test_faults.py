@@ -239,4 +239,4 @@ def test_power_failure_leaves_a_complete_checkpoint(tmp_path, corpus):
             unwritten.discard(call.path)
         elif call.name == "unlink":
             assert not unnamed, call
-    assert renames == 7 and not unnamed
+    assert renames == 8 and not unnamed
