@@ -16,7 +16,7 @@ def run(name, *arguments, by=("-W", "error::DeprecationWarning:__main__")):
     """What the example printed; each asserts what it shows."""
     command = [sys.executable, *by, str(ROOT / "examples" / name), *arguments]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
