@@ -18,6 +18,7 @@ from torch import Tensor
 from .config import NSAConfig
 from .hf import NsaLayerOutput  # first: it says what to install
 from .layer import BRANCHES
+from .selector import block_mask
 
 # isort: split
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
@@ -48,13 +49,12 @@ def draw(layers: dict[int, NsaLayerOutput], cfg: NSAConfig, out: Path, title: st
     fig.suptitle(title)
     for row, (number, layer) in enumerate(layers.items()):
         chosen, attention, gates = axes[3 * row : 3 * row + 3]
-        length, heads = layer.indices.shape[1:3]
+        length = layer.indices.shape[1]
         blocks = -(-length // cfg.block_size)
-        share = torch.zeros(length, heads, blocks + 1)
-        share.scatter_(-1, layer.indices[0].cpu().long() % (blocks + 1), 1.0)  # -1, for none, goes to the last
+        share = block_mask(layer.indices[0].cpu(), blocks).float().mean(1)
         extent = (-0.5, blocks - 0.5, length - 0.5, -0.5)
         for ax, picture, label in (
-            (chosen, share[..., :-1].mean(1), "share of KV heads that select it"),
+            (chosen, share, "share of KV heads that select it"),
             (attention, attention_of(layer, cfg), "attention, gates included"),
         ):
             image = ax.imshow(

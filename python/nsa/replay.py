@@ -31,6 +31,7 @@ from ._arguments import check_type
 from .cache import KVCache
 from .config import NSAConfig
 from .layer import NativeSparseAttention
+from .selector import block_mask
 
 __all__ = ["Replay", "SelectionRecord", "collect", "record", "replay"]
 
@@ -90,15 +91,12 @@ class SelectionRecord:
         layers, tokens, heads, _ = self.indices.shape
         header = {"layers": layers, "tokens": tokens, "heads": heads, "cfg": self.cfg.as_list()}
         header["dtype"] = str(self.indices.dtype).removeprefix("torch.")
-        streams = self.indices.cpu().transpose(1, 2).reshape(layers * heads, tokens, self.cfg.topk).long()
+        streams = self.indices.cpu().transpose(1, 2).reshape(layers * heads, tokens, self.cfg.topk)
         counts, places = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
         for stream in streams:
             last = torch.zeros(-(-tokens // self.cfg.block_size), dtype=torch.bool)
             for some, forced in _chunks(tokens, self.cfg):
-                rows = stream[some]
-                mask = torch.zeros(len(rows), forced.shape[1] + 1, dtype=torch.bool)  # the last column: -1
-                mask.scatter_(1, rows % mask.shape[1], True)
-                mask = mask[:, :-1] ^ forced
+                mask = block_mask(stream[some], forced.shape[1]) ^ forced
                 changed = mask ^ torch.cat((last[None], mask[:-1]))
                 last = mask[-1]
                 counts.append(changed.sum(1))

@@ -155,6 +155,14 @@ def divergence(
         return (each * weights / weights.sum(-1, keepdim=True).clamp_min(_TINY)).sum(-1).mean()
 
 
+def block_mask(indices: Tensor, blocks: int) -> Tensor:
+    """bool (..., blocks): which of a sequence's blocks are in rows of indices (..., n); others count as none."""
+    numbers = indices.long()
+    numbers = numbers.where((numbers >= 0) & (numbers < blocks), blocks)
+    mask = torch.zeros(*indices.shape[:-1], blocks + 1, dtype=torch.bool, device=indices.device)
+    return mask.scatter_(-1, numbers, True)[..., :-1]
+
+
 def _draw(begins: Tensor, lengths: Tensor, first: int, longest: int, wanted: int) -> tuple[Tensor, Tensor, Tensor]:
     """Begin of a drawn sequence, positions of `wanted` queries in it, and the weight of each in the mean.
 

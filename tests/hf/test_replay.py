@@ -175,6 +175,17 @@ def test_a_record_in_bytes():
     assert len(data) < one.indices.numel()  # half of int16
 
 
+def test_given_blocks_beyond_the_sequence_count_as_none():
+    """As in the attention: any order, blocks twice, and blocks that there are not."""
+    one = random_record(layers=1, tokens=64, heads=1)
+    indices = one.indices.clone()
+    indices[..., -1] = 7  # of blocks 0 ... 3
+    indices[..., -2] = indices[..., 0]
+    back = SelectionRecord.from_bytes(SelectionRecord(indices.flip(-1), one.cfg).to_bytes())
+    for found, given in zip(back.indices[0, :, 0], indices[0, :, 0], strict=True):
+        assert set(found.tolist()) - {-1} == set(given.tolist()) - {-1, 7}
+
+
 def test_damaged_bytes_are_refused():
     data = random_record(layers=1, tokens=40, heads=1).to_bytes()
     draw = np.random.default_rng(1)

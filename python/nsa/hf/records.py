@@ -14,6 +14,7 @@ from ..config import CompressionWeights, NSAConfig
 from ..functional import compress
 from ..layer import BRANCHES
 from ..rotary import rotate
+from ..selector import block_mask
 
 
 @dataclass
@@ -94,9 +95,7 @@ def branch_weights(
     at = torch.arange(length, device=q.device)
     past = at <= at[:, None]
     blocks = -(-length // cfg.block_size)
-    chosen = torch.zeros(*indices.shape[:-1], blocks + 1, dtype=torch.bool, device=q.device)
-    chosen.scatter_(-1, indices.long() % (blocks + 1), True)  # -1, for none, goes to the last
-    tokens = chosen[..., :-1].repeat_interleave(cfg.block_size, -1)[..., :length].transpose(1, 2)
+    tokens = block_mask(indices, blocks).repeat_interleave(cfg.block_size, -1)[..., :length].transpose(1, 2)
     visible = {
         "cmp": ends + (cfg.kernel_size - 1) <= at[:, None],
         "slc": tokens.repeat_interleave(group, 1) & past,
