@@ -102,33 +102,29 @@ def main() -> None:
     lengths = [out.sequences.shape[1]] * options.batch
     results: dict[str, Any] = {"arguments": vars(options), "tokens": answers.numel()}
 
+    def context(name: str, compare: bool = False) -> Any:
+        given = nsa.replay.replay(trainer, records, lengths, compare=compare)
+        return given if name == "replayed" else nullcontext()
+
     steps: dict[str, list[float]] = {"selected": [], "replayed": []}
     for name in steps:
-
-        def context(compare: bool = False, replayed: bool = name == "replayed") -> Any:
-            return nsa.replay.replay(trainer, records, lengths, compare=compare) if replayed else nullcontext()
-
-        with torch.no_grad(), context():
+        with torch.no_grad(), context(name, compare=True) as state:
             found = trainer(out.sequences, use_cache=False).logits[:, options.length - 1 : -1].float().log_softmax(-1)
-        at = answers[..., None]
         results[name] = {
-            "largest_difference": (found - sampled).gather(-1, at).abs().max().item(),
+            "largest_difference": (found - sampled).gather(-1, answers[..., None]).abs().max().item(),
             "mean_kl": (sampled.exp() * (sampled - found)).sum(-1).mean().item(),
         }
-        for _ in range(3):
+    results["differing_selections_by_layer"] = [different / counted for different, counted in state.by_layer()]
+    for _ in range(3):
+        for name, times in steps.items():
             start = synchronized()
-            with context():
-                log_probabilities(
-                    trainer(out.sequences, use_cache=False).logits[:, :-1], out.sequences[:, 1:]
-                ).sum().backward()
-            steps[name].append(synchronized() - start)
+            with context(name):
+                logits = trainer(out.sequences, use_cache=False).logits
+                log_probabilities(logits[:, :-1], out.sequences[:, 1:]).sum().backward()
+            times.append(synchronized() - start)
             trainer.zero_grad()
-    with torch.no_grad(), nsa.replay.replay(trainer, records, lengths, compare=True) as state:
-        trainer(out.sequences, use_cache=False)
-    layers = [(different, counted) for different, counted in state.by_layer()]
-    results["differing_selections_by_layer"] = [different / counted for different, counted in layers]
     results["decode"] = decode_times(rollout, prompt, options.repeats)
-    results["training_step"] = {name: statistics.median(found) for name, found in steps.items()}
+    results["training_step"] = {name: statistics.median(times) for name, times in steps.items()}
     packed = sum(len(record.to_bytes()) for record in records)
     tokens = sum(len(record) for record in records) * options.layers
     memory = records[0].indices[0, 0].numel() * records[0].indices.element_size()
