@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from .parallel.attention import native_sparse_attention as context_parallel_atte
 from .parallel.exchange import ContextParallel
 from .rotary import FLOATS, check_rotation, rotary_tables
 from .selector import Rope, sampled_divergence
+
+if TYPE_CHECKING:
+    from .replay import LayerReplay
 
 BRANCHES = ("cmp", "slc", "swa")
 
@@ -161,9 +164,9 @@ class NativeSparseAttention(nn.Module):
         self.selector_queries = selector_queries
         self.selector_loss: Tensor | None = None
         self._check_selector_queries()
-        # Set by nsa.replay: whether caches keep selections, and recorded ones with the number of this layer in them.
+        # Set by nsa.replay: whether caches keep selections, and recorded ones.
         self.record_selections = False
-        self.replayed: tuple[Any, int] | None = None
+        self.replayed: LayerReplay | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a copy or a file has no graph
         return {**self.__dict__, "selector_loss": None, "replayed": None}
@@ -270,11 +273,11 @@ class NativeSparseAttention(nn.Module):
                 raise ValueError(f"{name}: on {tensor.device}: expected {x.device} as x")
         self._check_dtype(x, weight)
         self.selector_loss = None
-        recorded = None
-        if self.replayed is not None and cache is None:
+        replay = self.replayed if cache is None else None
+        if replay is not None:
             if indices is not None:
                 raise ValueError("indices: must be None in nsa.replay.replay")
-            recorded = indices = self._replayed_indices(x)
+            indices = self._recorded(replay, x)
         q = self._heads(self.q_proj(x), self.num_heads)
         q = q if self.q_norm is None else self.q_norm(q)
         k, v = self._branches(self.k_proj, self.k_norm, x), self._branches(self.v_proj, None, x)
@@ -318,20 +321,18 @@ class NativeSparseAttention(nn.Module):
                     *(q, k["cmp"], v["cmp"], gates, cp), **arguments, cu_seqlens=cu_seqlens
                 )
             self._ask_selector(q, k, arguments["weights_k"], arguments["rope"], cu_seqlens, max_seqlen)
-            if self.replayed is not None and recorded is not None:
-                self.replayed[0].compare(self.replayed[1], recorded, selected)
+            if replay is not None and indices is not None:
+                replay.compare(indices, selected)
         o = self.o_proj(o.flatten(-2))
         return (o, selected) if return_indices else o
 
-    def _replayed_indices(self, x: Tensor) -> Tensor:
+    def _recorded(self, replay: LayerReplay, x: Tensor) -> Tensor:
         """The recorded blocks of this rank's rows of x."""
-        assert self.replayed is not None
-        replay, number = self.replayed
         cp, shape = self.context_parallel, list(x.shape[:-1])
         if cp is None:
-            return replay.given(number, None, shape, x.device)
+            return replay.given(None, shape, x.device)
         shape[-1] *= cp.size
-        return cp.shard(replay.given(number, None, shape, x.device), dim=len(shape) - 1)
+        return cp.shard(replay.given(None, shape, x.device), dim=len(shape) - 1)
 
     def _ask_selector(
         self,

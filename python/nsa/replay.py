@@ -168,28 +168,21 @@ def collect(cache: Any) -> list[SelectionRecord]:
     return rows
 
 
-class Replay:
-    """What a training forward compared, in `replay(model, records, compare=True)`.
+class LayerReplay:
+    """A layer's part of the records, in its attribute `replayed`.
 
-    The last tokens of sequences, which generation did not feed back, count like the others.
+    Attributes:
+        counts: of each forward that compared, how many (token, KV head) differ, and of how many: int64 (2).
     """
 
     def __init__(self, indices: Tensor, compare: bool) -> None:
         self._indices = indices
         self._compare = compare
-        self._counts: dict[int, list[Tensor]] = {}
+        self.counts: list[Tensor] = []
 
-    def by_layer(self) -> list[tuple[int, int]]:
-        """For each layer that ran, how many (token, KV head) selected other blocks than recorded, and of how many.
-
-        Waits for the device.
-        """
-        found = [torch.stack(counts).sum(0).tolist() for _, counts in sorted(self._counts.items())]
-        return [(different, compared) for different, compared in found]
-
-    def given(self, layer: int, tokens: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
-        """int32 (shape..., Hkv, topk) for a layer's rows; `tokens`: bool, which of them are tokens, None: all."""
-        indices = self._indices[layer].to(device, torch.int32)
+    def given(self, tokens: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
+        """int32 (shape..., Hkv, topk) for the layer's rows; `tokens`: bool, which of them are tokens, None: all."""
+        indices = self._indices.to(device, torch.int32)
         expected = math.prod(shape) if tokens is None else int(tokens.sum())
         if indices.shape[0] != expected:
             raise ValueError(
@@ -202,12 +195,30 @@ class Replay:
         rows[tokens] = indices
         return rows
 
-    def compare(self, layer: int, given: Tensor, selected: Tensor) -> None:
+    def compare(self, given: Tensor, selected: Tensor) -> None:
         """Counts the rows of (..., Hkv, topk) that differ. Rows of padding have no blocks and do not count."""
         if self._compare:
             real = (given >= 0).any(-1)
             different = (given != selected).any(-1) & real
-            self._counts.setdefault(layer, []).append(torch.stack((different.sum(), real.sum())))
+            self.counts.append(torch.stack((different.sum(), real.sum())))
+
+
+class Replay:
+    """What a training forward compared, in `replay(model, records, compare=True)`.
+
+    The last tokens of sequences, which generation did not feed back, count like the others.
+    """
+
+    def __init__(self, layers: list[LayerReplay]) -> None:
+        self._layers = layers
+
+    def by_layer(self) -> list[tuple[int, int]]:
+        """For each layer that ran, how many (token, KV head) selected other blocks than recorded, and of how many.
+
+        Waits for the device.
+        """
+        found = [torch.stack(layer.counts).sum(0).tolist() for layer in self._layers if layer.counts]
+        return [(different, compared) for different, compared in found]
 
 
 @contextmanager
@@ -244,11 +255,11 @@ def replay(
                 raise ValueError(f"records[{i}]: {name} = {value}: must be {expected[name]}, the model's")
     if lengths is not None:
         records = [one.resized(length) for one, length in zip(records, lengths, strict=True)]
-    state = Replay(torch.cat([one.indices for one in records], 1), compare)
-    for i, layer in enumerate(layers):
-        layer.replayed = (state, i)
+    parts = [LayerReplay(indices, compare) for indices in torch.cat([one.indices for one in records], 1)]
+    for layer, part in zip(layers, parts, strict=True):
+        layer.replayed = part
     try:
-        yield state
+        yield Replay(parts)
     finally:
         for layer in layers:
             layer.replayed = None

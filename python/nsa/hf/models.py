@@ -171,8 +171,7 @@ class NsaAttention(NativeSparseAttention):
             if cu_seqlens is not None:
                 inputs |= {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": layout.max_seqlen}
             if self.replayed is not None:
-                replay, number = self.replayed
-                blocks = replay.given(number, layout.tokens, hidden_states.shape[:2], x.device)
+                blocks = self.replayed.given(layout.tokens, hidden_states.shape[:2], x.device)
                 blocks = blocks if rows is None else rows.front(blocks)
                 inputs["indices"] = blocks if cu_seqlens is None else blocks.flatten(0, 1)
             operations = reference if self.config._attn_implementation == "eager" else functional
@@ -181,7 +180,7 @@ class NsaAttention(NativeSparseAttention):
                 attend = partial(attention_by_token_tables, operations)
             o, selected = attend(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, return_indices=True, **inputs)
             if self.replayed is not None:
-                self.replayed[0].compare(self.replayed[1], inputs["indices"], selected)
+                self.replayed.compare(inputs["indices"], selected)
             if self.keep_record:
                 self._keep_record(q, k, gates, inputs.get("indices", selected), inputs["weights_k"], layout)
             if self.selector_queries:
