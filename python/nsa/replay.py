@@ -209,15 +209,15 @@ class Replay:
     The last tokens of sequences, which generation did not feed back, count like the others.
     """
 
-    def __init__(self, layers: list[LayerReplay]) -> None:
-        self._layers = layers
+    def __init__(self, counts: Sequence[list[Tensor]]) -> None:
+        self._counts = counts  # of each layer: of each forward, how many differ and of how many
 
     def by_layer(self) -> list[tuple[int, int]]:
         """For each layer that ran, how many (token, KV head) selected other blocks than recorded, and of how many.
 
         Waits for the device.
         """
-        found = [torch.stack(layer.counts).sum(0).tolist() for layer in self._layers if layer.counts]
+        found = [torch.stack(counts).sum(0).tolist() for counts in self._counts if counts]
         return [(different, compared) for different, compared in found]
 
 
@@ -259,7 +259,7 @@ def replay(
     for layer, part in zip(layers, parts, strict=True):
         layer.replayed = part
     try:
-        yield Replay(parts)
+        yield Replay([part.counts for part in parts])
     finally:
         for layer in layers:
             layer.replayed = None
