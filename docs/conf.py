@@ -46,7 +46,7 @@ breathe_default_project = "nsa"
 breathe_show_include = False
 
 # A page for each public module but nsa, whose page says more. They are not tracked.
-modules = ("nsa.compat.fla", "nsa.hf", "nsa.parallel", "nsa.reference", "nsa.replay", "nsa.serving")
+modules = ("nsa.compat.fla", "nsa.hf", "nsa.parallel", "nsa.reference", "nsa.replay", "nsa.serving", "nsa.vllm")
 for module in modules:
     page = f"# {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n```\n"
     (root / "docs" / "api" / f"{module}.md").write_text(page, encoding="utf-8")

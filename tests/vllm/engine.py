@@ -29,6 +29,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # parts of vLLM compile even 
 import torch
 
 import nsa.hf
+import nsa.vllm
 
 SIZES = {
     "vocab_size": 512,
@@ -84,15 +85,16 @@ def save_model(name: str, root: Path) -> Path:
 
 
 class Answer(NamedTuple):
-    """Greedy tokens behind a prompt, and the log-probabilities of the first one's position."""
+    """Greedy tokens behind a prompt, the log-probabilities of the first one's position, and the selected blocks."""
 
     tokens: list[int]
     logprobs: torch.Tensor
+    selections: torch.Tensor
 
 
 def answers(folder: Path, prompts: list[list[int]], new: int) -> list[Answer]:
     """By nsa.hf, each prompt alone."""
-    file = folder / f"{hashlib.sha256(repr((prompts, new)).encode()).hexdigest()[:16]}.pt"
+    file = folder / f"{hashlib.sha256(repr((prompts, new, Answer._fields)).encode()).hexdigest()[:16]}.pt"
     if not file.exists():
         torch.save([tuple(answer) for answer in _answers(folder, prompts, new)], file)
     return [Answer(*answer) for answer in torch.load(file)]
@@ -105,16 +107,18 @@ def _answers(folder: Path, prompts: list[list[int]], new: int) -> Iterator[Answe
     model.generation_config.eos_token_id = None
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),  # or a token that is pad_token_id would count as padding
-            max_new_tokens=new,
-            do_sample=False,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        yield Answer(out.sequences[0, len(prompt) :].tolist(), out.logits[0][0].log_softmax(-1))
+        with nsa.replay.record(model):
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),  # or a token that is pad_token_id would count as padding
+                max_new_tokens=new,
+                do_sample=False,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        (record,) = nsa.replay.collect(out.cache)
+        yield Answer(out.sequences[0, len(prompt) :].tolist(), out.logits[0][0].log_softmax(-1), record.indices)
 
 
 def prompts_of(lengths: list[int], shared: int = 0, seed: int = 1) -> list[list[int]]:
@@ -165,6 +169,33 @@ def assert_equal(outputs: list[Any], expected: list[Answer]) -> None:
         assert list(completion.token_ids) == answer.tokens, len(output.prompt_token_ids)
         for token, given in completion.logprobs[0].items():
             assert abs(given.logprob - float(answer.logprobs[token])) < 2e-3, (len(output.prompt_token_ids), token)
+
+
+RECORDING = {"additional_config": {"record_selections": True}}
+
+
+def assert_selections_equal(llm: Any, outputs: list[Any], expected: list[Answer]) -> None:
+    """The recorded blocks of an engine with RECORDING."""
+    for output, answer in zip(outputs, expected, strict=True):
+        (record,) = nsa.vllm.selections(llm, output)
+        assert torch.equal(record.indices, answer.selections), len(output.prompt_token_ids)
+
+
+def assert_training_agrees(folder: Path, llm: Any, outputs: list[Any]) -> None:
+    """With the recorded blocks a training forward of nsa.hf has the engine's log-probabilities."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    for output in outputs:
+        prompt, completion = output.prompt_token_ids, output.outputs[0]
+        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        with nsa.replay.replay(model, nsa.vllm.selections(llm, output), compare=True) as found:
+            logprobs = model(ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].log_softmax(-1)
+        assert [different for different, _ in found.by_layer()] == [0] * len(found.by_layer())
+        sampled = [given[token].logprob for token, given in zip(completion.token_ids, completion.logprobs, strict=True)]
+        torch.testing.assert_close(
+            logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0], torch.tensor(sampled), atol=1e-5, rtol=0
+        )
 
 
 def metric(llm: Any, name: str) -> float:

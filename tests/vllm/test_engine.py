@@ -15,8 +15,22 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import transformers
+from packaging.version import Version
+
 import nsa.vllm
-from engine import answers, assert_equal, engine, generate, metric, prompts_of, save_model
+from engine import (
+    RECORDING,
+    answers,
+    assert_equal,
+    assert_selections_equal,
+    assert_training_agrees,
+    engine,
+    generate,
+    metric,
+    prompts_of,
+    save_model,
+)
 
 nsa.vllm.register()
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -33,15 +47,15 @@ def folder(tmp_path_factory):
 
 CASES = {
     "side by side": ("paper", {}, 0),
-    "chunks of 64, 3 slots": ("paper", {"max_num_batched_tokens": 64, "max_num_seqs": 3}, 0),
-    "dense layer": ("dense", {"block_size": 32, "max_num_batched_tokens": 200}, 64),
+    "chunks of 64, 3 slots": ("paper", {"max_num_batched_tokens": 64, "max_num_seqs": 3, **RECORDING}, 0),
+    "dense layer": ("dense", {"block_size": 32, "max_num_batched_tokens": 200, **RECORDING}, 64),
     "partial RoPE": ("partial", {"block_size": 128, "max_num_batched_tokens": 128}, 150),
     "Mistral": ("mistral", {}, 0),
     "Qwen2": ("qwen2", {"max_num_batched_tokens": 200}, 64),
     "Qwen3": ("qwen3", {"block_size": 64, "max_num_batched_tokens": 128}, 64),
     "small pages": ("recipe", {"block_size": 16, "max_num_batched_tokens": 50}, 150),
     "large pages": ("paper", {"block_size": 256, "max_num_batched_tokens": 300}, 300),
-    "two ranks": ("qwen3", {"tensor_parallel_size": 2}, 64),
+    "two ranks": ("qwen3", {"tensor_parallel_size": 2, **RECORDING}, 64),
 }
 
 
@@ -54,16 +68,29 @@ def test_tokens_equal_those_of_hf(case, folder):
         assert_equal(generate(llm, prompts, 40), truth)
         again = generate(llm, prompts, 40)
         assert_equal(again, truth)
+        if "additional_config" in options:
+            assert_selections_equal(llm, again, truth)
     page = options.get("block_size", 64)
     assert all(out.num_cached_tokens >= (len(out.prompt_token_ids) - 1) // page * page for out in again)
 
 
 def test_preempted_requests(folder):
     prompts = prompts_of([100, 101, 102, 103])
-    truth = answers(folder("recipe"), prompts, 150)
-    with engine(folder("recipe"), block_size=32, num_gpu_blocks_override=21, max_model_len=512) as llm:
-        assert_equal(generate(llm, prompts, 150), truth)
+    truth = answers(folder("echo"), prompts, 150)
+    options = {"num_gpu_blocks_override": 21, "max_model_len": 512, "max_num_batched_tokens": 64, **RECORDING}
+    with engine(folder("echo"), block_size=32, **options) as llm:
+        outputs = generate(llm, prompts, 150)
+        assert_equal(outputs, truth)
         assert metric(llm, "num_preemptions") > 0
+        outputs += generate(llm, prompts[:1], 150) + generate(llm, prompts[:1], 150)
+        assert outputs[-1].num_cached_tokens > 64
+        assert_selections_equal(llm, outputs, [*truth, truth[0], truth[0]])
+        if Version(transformers.__version__) >= Version("5.24"):
+            assert_training_agrees(folder("echo"), llm, outputs)
+        with pytest.raises(ValueError, match=r"outputs\[0\]: has no selections"):
+            outputs[0].outputs[0].routed_experts = None
+            nsa.vllm.selections(llm, outputs[0])
+    assert not list(Path("/dev/shm").glob("nsa-*"))
 
 
 @pytest.mark.parametrize(
@@ -142,8 +169,10 @@ def test_rejected_drafts(folder):
     prompts = [prompt * 2 for prompt in prompts_of([20, 65, 120])]
     truth = answers(folder("echo"), prompts, 60)
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    with engine(folder("echo"), speculative_config=drafts) as llm:
-        assert_equal(generate(llm, prompts, 60), truth)
+    with engine(folder("echo"), speculative_config=drafts, **RECORDING) as llm:
+        outputs = generate(llm, prompts, 60)
+        assert_equal(outputs, truth)
+        assert_selections_equal(llm, outputs, truth)
         drafted, accepted = (metric(llm, f"spec_decode_num_{what}_tokens") for what in ("draft", "accepted"))
     assert drafted - accepted > 50 and accepted > 50
 

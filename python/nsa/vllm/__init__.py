@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..decoding import MAX_DECODE_TOKENS
+from ..replay import SelectionRecord
+
+__all__ = ["selections"]
 
 MODELS = tuple(f"Nsa{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3"))
 
@@ -22,6 +27,36 @@ def register() -> None:
     for name in MODELS:
         ModelRegistry.register_model(name, f"nsa.vllm._models:{name}")
         MODELS_CONFIG_MAP[name] = EngineConfig
+
+
+def records_selections(vllm_config: Any) -> bool:
+    """Whether the engine returns the selected blocks of requests."""
+    return bool(vllm_config.additional_config.get("record_selections"))
+
+
+def selections(engine: Any, output: Any) -> list[SelectionRecord]:
+    """The blocks that the tokens of a finished request selected, for `nsa.replay.replay`.
+
+    A record lacks the last token that was sampled, which was not fed back: give `replay` the lengths.
+
+    Args:
+        engine: `vllm.LLM` or `AsyncLLM` with `additional_config={"record_selections": True}`.
+        output: a `RequestOutput`.
+
+    Returns:
+        A record for each completion.
+
+    Raises:
+        ValueError: the output has no selections.
+    """
+    cfg, records = engine.model_config.hf_config.nsa_config(), []
+    for i, completion in enumerate(output.outputs):
+        indices = completion.routed_experts  # the field in which vLLM sends what a token was routed to
+        if indices is None:
+            rule = 'must be finished, of an engine with additional_config={"record_selections": True}'
+            raise ValueError(f"output.outputs[{i}]: has no selections: {rule}")
+        records.append(SelectionRecord(torch.tensor(indices).transpose(0, 1).contiguous(), cfg))
+    return records
 
 
 class EngineConfig:
@@ -54,6 +89,7 @@ def check_supported(vllm_config: Any) -> None:
     bias = getattr(config, "attention_bias", False)
     dense_bias = bool(config.dense_layers) and config.model_type == "nsa_qwen3" and bias
     method = getattr(drafts, "method", None)
+    recording, asynchronous = records_selections(vllm_config), bool(vllm_config.scheduler_config.async_scheduling)
     num_drafts = getattr(drafts, "num_speculative_tokens", None) or 0
     for name, given, supported, rule in (
         ("nsa: share_kv", config.nsa["share_kv"], config.nsa["share_kv"], "True"),
@@ -71,6 +107,7 @@ def check_supported(vllm_config: Any) -> None:
         ("enable_lora", True, vllm_config.lora_config is None, "False"),
         ("kv_transfer_config", "given", vllm_config.kv_transfer_config is None, "None"),
         ("scheduler_cls", scheduler, scheduler is None or "nsa.vllm" in str(scheduler), "None"),
+        ("async_scheduling", asynchronous, not (recording and asynchronous), "False with record_selections"),
         ("speculative_config: method", method, method in (None, "ngram"), "ngram"),
         ("num_speculative_tokens", num_drafts, num_drafts < MAX_DECODE_TOKENS, f"below {MAX_DECODE_TOKENS}"),
     ):

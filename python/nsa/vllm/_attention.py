@@ -7,14 +7,17 @@ preemption and rejected drafts need no code here.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import vllm.model_executor.layers.attention  # noqa: F401  # registers unified_attention_with_output
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backend import (
@@ -28,10 +31,12 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from ..cache import _index_type
 from ..compression import CompressionFunction
 from ..config import NSAConfig
 from ..decoding import MAX_DECODE_TOKENS
 from ..serving import LayerCache, decode_paged
+from . import records_selections
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,37 @@ class PageLayout:
         return LayerCache(k, v, k_c, v_c, None, None, raw, None)
 
 
+def selections_file(vllm_config: VllmConfig) -> Path:
+    """Shared memory of the engine's processes."""
+    return Path(f"/dev/shm/nsa-{vllm_config.instance_id}-{vllm_config.parallel_config.data_parallel_rank}")
+
+
+def map_selections(vllm_config: VllmConfig, num_pages: int) -> Tensor:
+    """The blocks that each token selected: (num_pages * block_size + 1, layers, Hkv, topk), in host memory.
+
+    A token has the row of its slot in the pages, so prefix caching, preemption and rejected drafts need no code.
+    Workers write it and the scheduler reads it. Padding, whose slot is -1, has the last row.
+    """
+    config, cfg = vllm_config.model_config.hf_config, vllm_config.model_config.hf_config.nsa_config()
+    layers = config.num_hidden_layers - len(set(config.dense_layers))
+    rows = num_pages * vllm_config.cache_config.block_size + 1
+    shape = rows, layers, config.num_key_value_heads, cfg.topk
+    dtype, file = _index_type(vllm_config.model_config.max_model_len, cfg), selections_file(vllm_config)
+    with file.open("ab") as memory:
+        os.posix_fallocate(memory.fileno(), 0, math.prod(shape) * dtype.itemsize)  # fails here if there is no room
+    return torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+
+
+def _on_device(memory: Tensor, device: torch.device) -> Tensor:
+    """The same memory for kernels of the device."""
+    if device.type == "cpu":
+        return memory
+    from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
+
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    return get_accelerator_view_from_cpu_tensor(memory)
+
+
 @dataclass
 class Part:
     """Requests of a step that share a call, and their rows of the packed tensors."""
@@ -87,6 +123,7 @@ class Part:
     seq_lens: Tensor
     block_table: Tensor
     block_table_raw: Tensor
+    slots: Tensor
 
 
 @dataclass
@@ -95,6 +132,7 @@ class NsaMetadata(AttentionMetadata):
 
     parts: list[Part]
     overflow: Tensor
+    selections: Tensor | None
 
 
 class NsaMetadataBuilder(AttentionMetadataBuilder[NsaMetadata]):
@@ -114,6 +152,8 @@ class NsaMetadataBuilder(AttentionMetadataBuilder[NsaMetadata]):
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self.max_requests = vllm_config.scheduler_config.max_num_seqs
         self.repeated: Tensor | None = None
+        self.layer = layer
+        self.selections: Tensor | None = None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -126,23 +166,28 @@ class NsaMetadataBuilder(AttentionMetadataBuilder[NsaMetadata]):
         decodes = next((i for i, count in enumerate(new) if count > MAX_DECODE_TOKENS), requests)
         table = m.block_table_tensor[:requests]
         raw = self._repeat(table)
+        if self.selections is None and records_selections(self.vllm_config):
+            memory = map_selections(self.vllm_config, self.layer.kv_cache.shape[0])
+            self.selections = _on_device(memory, table.device)
         parts = []
         for first, last in ((0, decodes), (decodes, requests)):
             if first == last:
                 continue
             whole = first == 0 and last == requests
             begin = m.query_start_loc[first : last + 1]
+            rows = slice(starts[first], None if last == requests else starts[last])
             parts.append(
                 Part(
-                    slice(starts[first], None if last == requests else starts[last]),
+                    rows,
                     m.max_query_len if whole else max(new[first:last]),
                     begin - starts[first] if first else begin,
                     m.seq_lens[first:last],
                     table[first:last],
                     raw[first:last],
+                    m.slot_mapping[rows],
                 )
             )
-        return NsaMetadata(parts, self.overflow)
+        return NsaMetadata(parts, self.overflow, self.selections)
 
     def _repeat(self, table: Tensor) -> Tensor:
         """The table of raw keys: each page in as many columns as its slots are used in turn."""
@@ -187,7 +232,7 @@ class NsaImpl(AttentionImpl[NsaMetadata]):
         raw, rotated = key.split(dim, dim=-1)
         for part in attn_metadata.parts:
             rows = part.rows
-            decode_paged(
+            selected = decode_paged(
                 *(q[rows], raw[rows], value[rows], gates[rows], layer.cache()),
                 cfg=layer.layout.cfg,
                 query_start_loc=part.query_start_loc,
@@ -199,9 +244,13 @@ class NsaImpl(AttentionImpl[NsaMetadata]):
                 k_slc=rotated[rows],
                 k_swa=rotated[rows],
                 rotated=True,
+                return_indices=True,
                 out=output[rows],
                 **layer.weights(),
-            )
+            )[1]
+            if attn_metadata.selections is not None:
+                memory = attn_metadata.selections[:, layer.index, layer.kv_heads]
+                memory[part.slots] = selected[: part.slots.shape[0]].to(memory.dtype)
         return output
 
 
@@ -277,6 +326,9 @@ class NsaAttentionLayer(nn.Module, AttentionLayerBase):
         layers = vllm_config.compilation_config.static_forward_context
         if prefix in layers:
             raise ValueError(f"Duplicate layer name: {prefix}")
+        self.index = sum(isinstance(layer, NsaAttentionLayer) for layer in layers.values())  # among the sparse layers
+        first = get_tensor_model_parallel_rank() * num_kv_heads
+        self.kv_heads = slice(first, first + num_kv_heads)
         layers[prefix] = self
 
     def get_attn_backend(self) -> type[NsaBackend]:

@@ -1,12 +1,16 @@
-"""vLLM's schedulers without prefix hits on pages that the same step writes."""
+"""vLLM's schedulers without prefix hits on pages that the same step writes, and with selected blocks in the outputs."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
+
+from . import records_selections
 
 
 class _LaterHits(Scheduler):
@@ -30,6 +34,54 @@ class _LaterHits(Scheduler):
                     announce(request, *rest)
 
 
+class _Recording(_LaterHits):
+    """Each output also has the selected blocks of the tokens that have become known to the engine."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._memory: Tensor | None = None
+        self._sent: dict[str, int] = {}
+        self._found: dict[str, Any] = {}
+
+    def _update_request_with_output(self, request: Any, *arguments: Any, **options: Any) -> Any:
+        result = super()._update_request_with_output(request, *arguments, **options)
+        name, end = request.request_id, request.num_tokens - 1  # the last one is not fed back yet
+        positions = torch.arange(self._sent.get(name, 0), end)
+        self._sent[name] = end
+        pages = torch.tensor(self.kv_cache_manager.get_block_ids(name)[0])
+        size = self.vllm_config.cache_config.block_size
+        self._found[name] = self._selections()[pages[positions // size] * size + positions % size].numpy()
+        return result
+
+    def _selections(self) -> Tensor:
+        """The workers' memory, which has no name from the first output on: all of them have mapped it."""
+        if self._memory is None:
+            from ._attention import map_selections, selections_file
+
+            self._memory = map_selections(self.vllm_config, self.kv_cache_config.num_blocks)
+            selections_file(self.vllm_config).unlink()
+        return self._memory
+
+    def update_from_output(self, *arguments: Any, **options: Any) -> Any:
+        """Outputs of a step."""
+        result = super().update_from_output(*arguments, **options)
+        for one in result.values():
+            for output in one.outputs:
+                output.routed_experts = self._found.pop(output.request_id, None)
+        return result
+
+    def _free_request(self, request: Any, *arguments: Any, **options: Any) -> Any:
+        self._sent.pop(request.request_id, None)
+        return super()._free_request(request, *arguments, **options)
+
+    def shutdown(self) -> None:
+        """Removes the memory's name if no output has."""
+        from ._attention import selections_file
+
+        selections_file(self.vllm_config).unlink(missing_ok=True)
+        super().shutdown()
+
+
 class _Synchronous(_LaterHits):
     pass
 
@@ -40,5 +92,7 @@ class _Asynchronous(_LaterHits, AsyncScheduler):
 
 def make_scheduler(vllm_config: Any, **options: Any) -> Scheduler:
     """The scheduler that the engine's configuration asks for."""
-    kind = _Asynchronous if vllm_config.scheduler_config.async_scheduling else _Synchronous
+    kind: type[Scheduler] = _Asynchronous if vllm_config.scheduler_config.async_scheduling else _Synchronous
+    if records_selections(vllm_config):  # without asynchronous steps, see check_supported
+        kind = _Recording
     return kind(vllm_config=vllm_config, **options)
