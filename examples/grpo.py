@@ -53,7 +53,9 @@ def train(replayed: bool) -> dict[str, float]:
     kls, clipped, rewards = [], [], []
     for _ in range(STEPS):
         prompts = torch.randint(TOKENS, (PROMPTS, PROMPT)).repeat_interleave(SAMPLES, 0)
-        engine = copy.deepcopy(model).to(torch.bfloat16).eval()
+        engine = copy.deepcopy(model).eval()
+        for parameter in engine.parameters():  # not .to(), which would round RoPE's inverse frequencies, too
+            parameter.data = parameter.data.to(torch.bfloat16)
         with nsa.replay.record(engine):
             out = engine.generate(
                 prompts,
