@@ -55,6 +55,7 @@ NAMESPACES = {
     "cuda/operations": "nsa::cuda",
     "cuda/portable": "nsa::cuda::portable",
     "cuda/sm90/common": "nsa::cuda::sm90",
+    "cuda/sm90/decode": "nsa::cuda::sm90::decode",
     "lm": "nsa::lm",
 }
 

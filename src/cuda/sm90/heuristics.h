@@ -10,7 +10,7 @@
 #include <string>
 
 #include "cuda/sm90/compress/compress.h"
-#include "cuda/sm90/decode/append_compress.h"
+#include "cuda/sm90/decode/append/append_compress.h"
 #include "cuda/sm90/decode/step_attend.h"
 #include "cuda/sm90/range_attention/range_attention.h"
 #include "cuda/sm90/select_blocks/compressed_select.h"

@@ -5,7 +5,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/pages.cuh"
 #include "cuda/sm90/common/pipeline.cuh"
-#include "cuda/sm90/decode/block_lists.cuh"
+#include "cuda/sm90/decode/queries/block_lists.cuh"
 
 namespace nsa::cuda::sm90::decode {
 

@@ -15,7 +15,7 @@
 #include "cuda/common/tile.cuh"
 #include "cuda/sm90/common/cluster.cuh"
 #include "cuda/sm90/common/ptx.cuh"
-#include "cuda/sm90/decode/append_compress.h"
+#include "cuda/sm90/decode/append/append_compress.h"
 
 namespace nsa::cuda::sm90::decode {
 namespace {

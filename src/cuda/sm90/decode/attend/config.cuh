@@ -5,7 +5,7 @@
 
 #include "cuda/common/tile.cuh"
 #include "cuda/sm90/common/cluster.cuh"
-#include "cuda/sm90/decode/block_choice.cuh"
+#include "cuda/sm90/decode/attend/block_choice.cuh"
 
 namespace nsa::cuda::sm90::decode {
 

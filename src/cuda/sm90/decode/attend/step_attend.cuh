@@ -20,9 +20,9 @@
 #include "cuda/common/pages.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/sm90/common/ptx.cuh"
-#include "cuda/sm90/decode/block_choice.cuh"
+#include "cuda/sm90/decode/attend/block_choice.cuh"
 #include "cuda/sm90/decode/sequence_order.cuh"
-#include "cuda/sm90/decode/step_shape.cuh"
+#include "cuda/sm90/decode/attend/config.cuh"
 
 namespace nsa::cuda::sm90::decode {
 namespace {

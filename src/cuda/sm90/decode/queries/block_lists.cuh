@@ -2,7 +2,7 @@
 // threads for a query, and the lists of blocks of queries that go through them together.
 #pragma once
 
-#include "cuda/sm90/decode/block_choice.cuh"
+#include "cuda/sm90/decode/attend/block_choice.cuh"
 
 namespace nsa::cuda::sm90::decode {
 

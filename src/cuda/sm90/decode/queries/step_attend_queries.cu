@@ -13,7 +13,7 @@
 // Zero times a value that is not finite would leak to other queries: where an output is not finite, each query is
 // served again by itself, and nothing is loaded that it does not see.
 #include "cuda/sm90/common/forward_pipeline.cuh"
-#include "cuda/sm90/decode/query_tiles.cuh"
+#include "cuda/sm90/decode/queries/kv_loader.cuh"
 #include "cuda/sm90/decode/sequence_order.cuh"
 
 namespace nsa::cuda::sm90::decode {

@@ -1,6 +1,6 @@
 // One instance of step_attend: compiled with NSA_ELEMENT, NSA_KEY_DIM and NSA_VALUE_DIM.
 #define NSA_STEP_REGISTERS __launch_bounds__(S::kRegisterThreads, S::kBlocks)
-#include "cuda/sm90/decode/step_attend.cuh"
+#include "cuda/sm90/decode/attend/step_attend.cuh"
 
 namespace nsa::cuda::sm90::decode {
 
