@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 import transformers
 from packaging.version import Version
 
@@ -91,6 +92,34 @@ def test_preempted_requests(folder):
             outputs[0].outputs[0].routed_experts = None
             nsa.vllm.selections(llm, outputs[0])
     assert not list(Path("/dev/shm").glob("nsa-*"))
+
+
+def row_by_row(function):
+    """The function for each row alone: libraries take other instructions for more rows, or for a tensor's end."""
+    return lambda x, *others: torch.cat([function(row, *others) for row in x.split(1)])
+
+
+def make_linear_layers_invariant(model):
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = row_by_row(module.cpu_linear)
+
+
+def test_bits_do_not_depend_on_the_batch(folder, monkeypatch):
+    """Where nothing but the linear layers and the sigmoid depends on other rows: both are taken row by row here."""
+    monkeypatch.setattr(torch, "sigmoid", row_by_row(torch.sigmoid))
+    monkeypatch.setenv("NSA_BATCH_INVARIANT", "1")
+
+    def numbers(outputs):
+        return [(out.prompt_logprobs, out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outputs]
+
+    prompts = prompts_of([5, 33, 130, 301])
+    with engine(folder("recipe"), enable_prefix_caching=False, max_num_batched_tokens=128) as llm:
+        llm.apply_model(make_linear_layers_invariant)
+        together = numbers(generate(llm, prompts, 16, prompt_logprobs=3))
+        assert together == [
+            number for prompt in prompts for number in numbers(generate(llm, [prompt], 16, prompt_logprobs=3))
+        ]
 
 
 @pytest.mark.parametrize(
