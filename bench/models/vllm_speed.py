@@ -212,7 +212,7 @@ def operator(work: Path) -> dict:
     names = ("kernel_size", "kernel_stride", "block_size", "topk", "window_size")
     cfg = nsa.NSAConfig(**{name: BLOCKS[name] for name in names})
     heads, kv_heads, dim = (SHAPE[f"{name}"] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    layout = PageLayout(cfg, PAGE, kv_heads, dim)
+    layout = PageLayout(cfg, PAGE, kv_heads, dim, dtype)
     phi = [nsa.CompressionFunction("mlp", cfg.kernel_size, dim).to(device)(dtype) for _ in "kv"]
     made = []
     for batch, length in CASES:

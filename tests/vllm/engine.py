@@ -54,6 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"nsa": RECIPE, "sliding_window": None, "dense_layers": [2]},
     "qwen2": {"nsa": RECIPE, "dense_layers": [1]},
     "echo": {"nsa": RECIPE, "initializer_range": 0.06},  # repeats itself
+    "fp8": {"nsa": RECIPE},  # its answers have caches in fp8
     "separate": {"nsa": {**RECIPE, "share_kv": False}},
 }
 
@@ -105,6 +106,9 @@ def _answers(folder: Path, prompts: list[list[int]], new: int) -> Iterator[Answe
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     model.generation_config.eos_token_id = None
+    if folder.name == "fp8":
+        stored = {"dtype": torch.float8_e4m3fn, "raw_dtype": torch.float32}
+        nsa.hf.cache.KVCache = lambda *given, dtype, **options: nsa.KVCache(*given, **stored, **options)
     for prompt in prompts:
         ids = torch.tensor([prompt])
         with nsa.replay.record(model):

@@ -56,6 +56,7 @@ CASES = {
     "Qwen3": ("qwen3", {"block_size": 64, "max_num_batched_tokens": 128}, 64),
     "small pages": ("recipe", {"block_size": 16, "max_num_batched_tokens": 50}, 150),
     "large pages": ("paper", {"block_size": 256, "max_num_batched_tokens": 300}, 300),
+    "fp8": ("fp8", {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 128}, 64),
     "two ranks": ("qwen3", {"tensor_parallel_size": 2, **RECORDING}, 64),
 }
 
@@ -126,7 +127,7 @@ def test_bits_do_not_depend_on_the_batch(folder, monkeypatch):
     ("name", "options", "message"),
     (
         ("separate", {}, "nsa: share_kv = False: must be True with nsa_llama in vLLM"),
-        ("recipe", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype = fp8: must be auto"),
+        ("recipe", {"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype = fp8_e5m2: must be auto, fp8 or fp8_e4m3"),
     ),
 )
 def test_an_engine_that_does_not_start(name, options, message, folder):

@@ -15,6 +15,8 @@ from ..replay import SelectionRecord
 __all__ = ["selections"]
 
 MODELS = tuple(f"Nsa{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3"))
+FP8 = ("fp8", "fp8_e4m3")
+"""Names of vLLM's option for pages in float8_e4m3fn."""
 
 
 def register() -> None:
@@ -94,7 +96,7 @@ def check_supported(vllm_config: Any) -> None:
     for name, given, supported, rule in (
         ("nsa: share_kv", config.nsa["share_kv"], config.nsa["share_kv"], "True"),
         ("attention_bias", bias, not dense_bias, "False for Qwen3 with dense_layers"),
-        ("kv_cache_dtype", cache.cache_dtype, cache.cache_dtype == "auto", "auto: pages have the model's dtype"),
+        ("kv_cache_dtype", cache.cache_dtype, cache.cache_dtype in ("auto", *FP8), "auto, fp8 or fp8_e4m3"),
         ("block_size", page_size, page_size % 16 == 0, "a multiple of 16"),
         ("block_size", page_size, page_size % stride == 0, f"a multiple of kernel_stride = {stride}"),
         ("tensor_parallel_size", ranks, kv_heads % ranks == 0, f"a divisor of the number of KV heads, {kv_heads}"),

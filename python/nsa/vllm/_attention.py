@@ -29,28 +29,31 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
 from ..cache import _index_type
 from ..compression import CompressionFunction
 from ..config import NSAConfig
 from ..decoding import MAX_DECODE_TOKENS
 from ..serving import LayerCache, decode_paged
-from . import records_selections
+from . import FP8, records_selections
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """A layer's page: rotated keys, values, raw keys, compressed keys and values, one after the other.
+    """A layer's page: raw keys, rotated keys, values, compressed keys and values, one after the other.
 
     The window reads the same keys and values as the selection, and raw values are the values. A raw key is needed until
-    its compression blocks are complete, so they have fewer slots than tokens, used in turn.
+    its compression blocks are complete, so they have fewer slots than tokens, used in turn. In fp8 all but the raw
+    tokens is stored in float8_e4m3fn, and there are raw values, too.
     """
 
     cfg: NSAConfig
     page_size: int
     num_kv_heads: int
     head_dim: int
+    dtype: torch.dtype
+    fp8: bool = False
 
     @property
     def raw_slots(self) -> int:
@@ -60,26 +63,36 @@ class PageLayout:
         return next(fitting, self.page_size)
 
     @property
-    def rows(self) -> tuple[int, ...]:
-        """Rows (Hkv, D) of the five parts."""
+    def parts(self) -> list[tuple[int, torch.dtype]]:
+        """Rows (Hkv, D) and data types of the parts; those of the largest type are first, which aligns all."""
         entries = self.page_size // self.cfg.kernel_stride
-        return self.page_size, self.page_size, self.raw_slots, entries, entries
+        raw, stored = (2, torch.float8_e4m3fn) if self.fp8 else (1, self.dtype)
+        rows = self.page_size, self.page_size, entries, entries
+        return [(self.raw_slots, self.dtype)] * raw + [(count, stored) for count in rows]
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The data type of the page as vLLM sees it, bytes in fp8."""
+        return torch.uint8 if self.fp8 else self.dtype
 
     @property
     def head_size(self) -> int:
         """Head size with which vLLM's page, of page_size keys and values, has room for the parts."""
-        return math.ceil(sum(self.rows) * self.head_dim / (2 * self.page_size))
+        needed = sum(rows * stored.itemsize for rows, stored in self.parts) * self.head_dim
+        return math.ceil(needed / (2 * self.page_size * self.stored_dtype.itemsize))
 
     def views(self, cache: Tensor) -> LayerCache:
         """The parts of vLLM's memory (num_blocks, ...), whose blocks are contiguous."""
-        row = self.num_kv_heads * self.head_dim
-        begin, parts = cache.storage_offset(), []
-        for rows in self.rows:
+        row, size = self.num_kv_heads * self.head_dim, cache.element_size()
+        begin, page, parts = cache.storage_offset() * size, cache.stride(0) * size, []
+        for rows, dtype in self.parts:
             shape = cache.shape[0], rows, self.num_kv_heads, self.head_dim
-            parts.append(cache.as_strided(shape, (cache.stride(0), row, self.head_dim, 1), begin))
-            begin += rows * row
-        k, v, raw, k_c, v_c = parts
-        return LayerCache(k, v, k_c, v_c, None, None, raw, None)
+            strides = page // dtype.itemsize, row, self.head_dim, 1
+            part = torch.empty(0, dtype=dtype, device=cache.device)
+            parts.append(part.set_(cache.untyped_storage(), begin // dtype.itemsize, shape, strides))
+            begin += rows * row * dtype.itemsize
+        *raw, k, v, k_c, v_c = parts
+        return LayerCache(k, v, k_c, v_c, None, None, raw[0], raw[1] if self.fp8 else None)
 
 
 def selections_file(vllm_config: VllmConfig) -> Path:
@@ -316,7 +329,9 @@ class NsaAttentionLayer(nn.Module, AttentionLayerBase):
     ) -> None:
         super().__init__()
         self.num_heads, self.dtype = num_heads, vllm_config.model_config.dtype
-        self.layout = PageLayout(cfg, vllm_config.cache_config.block_size, num_kv_heads, head_dim)
+        self.cache_dtype = vllm_config.cache_config.cache_dtype
+        page = cfg, vllm_config.cache_config.block_size, num_kv_heads, head_dim
+        self.layout = PageLayout(*page, self.dtype, self.cache_dtype in FP8)
         self.sources = weights  # φ and the tables of rotation; a tuple, or φ would be registered twice
         self._weights: dict[str, Any] | None = None
         self.layer_name = prefix
@@ -342,7 +357,8 @@ class NsaAttentionLayer(nn.Module, AttentionLayerBase):
             block_size=layout.page_size,
             num_kv_heads=layout.num_kv_heads,
             head_size=layout.head_size,
-            dtype=self.dtype,
+            dtype=layout.stored_dtype,
+            kv_quant_mode=get_kv_quant_mode(self.cache_dtype),
         )
 
     def cache(self) -> LayerCache:
@@ -357,6 +373,9 @@ class NsaAttentionLayer(nn.Module, AttentionLayerBase):
         if self._weights is None:
             phi_k, phi_v, rope = self.sources
             self._weights = {"weights_k": phi_k(self.dtype), "weights_v": phi_v(self.dtype), "rope": rope}
+            if self.layout.fp8:
+                one = torch.ones(self.layout.num_kv_heads, device=self.kv_cache.device)
+                self._weights |= {"k_scale": one, "v_scale": one}
         return self._weights
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, k_rotated: Tensor, gates: Tensor) -> Tensor:

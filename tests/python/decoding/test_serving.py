@@ -570,12 +570,12 @@ def test_what_the_plug_in_for_vllm_refuses():
                 "decode_context_parallel_size": 1,
                 "prefill_context_parallel_size": 1,
             },
-            "scheduler_config": {"scheduler_cls": None},
+            "scheduler_config": {"scheduler_cls": None, "async_scheduling": True},
             "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
         }
         made = {name: SimpleNamespace(**{**fields, **changes.get(name, {})}) for name, fields in parts.items()}
         made["model_config"].hf_config = made.pop("hf_config")
-        made |= {"lora_config": None, "kv_transfer_config": None}
+        made |= {"lora_config": None, "kv_transfer_config": None, "additional_config": {}}
         return SimpleNamespace(**made | {name: v for name, v in changes.items() if name not in parts})
 
     check_supported(config())
@@ -594,12 +594,14 @@ def test_what_the_plug_in_for_vllm_refuses():
         ("cache_config", {"block_size": 8}, "block_size = 8: must be a multiple of 16"),
         ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2: must be 1"),
         ("parallel_config", {"decode_context_parallel_size": 2}, "decode_context_parallel_size = 2: must be 1"),
+        ("cache_config", {"cache_dtype": "fp8_e5m2"}, "kv_cache_dtype = fp8_e5m2: must be auto, fp8 or fp8_e4m3"),
         ("model_config", {"quantization": "fp8"}, "quantization = fp8: must be None"),
         ("speculative_config", {"method": "eagle"}, "method = eagle: must be ngram"),
         ("speculative_config", {"num_speculative_tokens": 16}, "num_speculative_tokens = 16: must be below 16"),
         ("scheduler_config", {"scheduler_cls": "other"}, "scheduler_cls = other: must be None"),
         ("lora_config", object(), "enable_lora = True: must be False"),
         ("kv_transfer_config", object(), "kv_transfer_config = given: must be None"),
+        ("additional_config", {"record_selections": True}, "async_scheduling = True: must be False with record_sel"),
     ):
         with pytest.raises(ValueError, match=message):
             check_supported(config(**{part: changes}))
