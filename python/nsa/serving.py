@@ -24,7 +24,7 @@ from .cache import ROLLBACK, _multiple_of_16, _raw_dtype, check_rings, head_scal
 from .config import CompressionWeights, NSAConfig
 from .decoding import MAX_DECODE_TOKENS, _step
 from .functional import MEAN, branch_names
-from .rotary import Rotated, check_positions, rotate_inputs, rows_within
+from .rotary import Rotated, check_positions, rotate_inputs
 
 __all__ = ["LayerCache", "Step", "allocate", "compressed_page_size", "decode_paged", "fork"]
 
@@ -493,8 +493,10 @@ def _positions(rope: tuple[Tensor, Tensor], starts: Tensor, seq_lens: Tensor, q:
             f"query_start_loc: {tuple(starts.shape)}: must be one more than seq_lens {tuple(seq_lens.shape)}"
         )
     check_positions(rope, int(seq_lens.max()) if q.device.type == "cpu" else 1, "the longest of seq_lens")
-    rows, sequence = rows_within(starts, q.shape[0] if q.dim() == 3 else 0)
-    return (rows + (seq_lens - starts.diff())[sequence]).clamp(0, rope[0].shape[0] - 1)
+    rows = torch.arange(q.shape[0] if q.dim() == 3 else 0, dtype=torch.int32, device=q.device)
+    ends = starts[1:].contiguous()
+    sequence = torch.searchsorted(ends, rows, right=True).clamp_(max=ends.shape[0] - 1)
+    return (rows + (seq_lens - ends)[sequence]).clamp_(0, rope[0].shape[0] - 1)  # padding, too, has a row of the tables
 
 
 @checked
