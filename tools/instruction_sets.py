@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ATEN = ("default", "avx2", "avx512")  # from the oldest to the newest, as the values of ATEN_CPU_CAPABILITY
-LIBNSA = ("portable", "avx2", "avx512", "avx512bf16")  # those of NSA_CPU_ISA
+LIBNSA = ("portable", "neon", "neonbf16", "avx2", "avx512", "avx512bf16")  # those of NSA_CPU_ISA
 # Without the reference backend, which has no instruction sets, and without four ranks, which share two cores.
 SELECTED = ("-m", "bits and not slow", "-k", "not (reference or [4- or -4])")
 TWO = ["-n", "2", "--dist", "loadfile"]  # as in tools/test.sh

@@ -11,18 +11,12 @@
 #include "cpu/threads.h"
 
 #define NSA_DECLARE(operation, Params) Status run(const Params& params, const Context& context);
-namespace nsa::cpu::portable {
-NSA_KERNEL_OPERATIONS(NSA_DECLARE)
-}
-namespace nsa::cpu::avx2 {
-NSA_KERNEL_OPERATIONS(NSA_DECLARE)
-}
-namespace nsa::cpu::avx512 {
-NSA_KERNEL_OPERATIONS(NSA_DECLARE)
-}
-namespace nsa::cpu::avx512bf16 {
-NSA_KERNEL_OPERATIONS(NSA_DECLARE)
-}
+#define NSA_DECLARE_SET(set, built)  \
+  namespace nsa::cpu::set {          \
+  NSA_KERNEL_OPERATIONS(NSA_DECLARE) \
+  }
+NSA_CPU_SETS(NSA_DECLARE_SET)
+#undef NSA_DECLARE_SET
 #undef NSA_DECLARE
 
 namespace nsa::cpu {
@@ -56,21 +50,14 @@ Status run_kernels(const Params& params, const Context& context) {
   Isa isa;
   if (Status s = choose_isa(isa); !s.ok()) return s;
   switch (isa) {
-#if NSA_CPU_AVX512BF16
-    case Isa::kAvx512Bf16:
-      return avx512bf16::run(params, context);
-#endif
-#if NSA_CPU_AVX512
-    case Isa::kAvx512:
-      return avx512::run(params, context);
-#endif
-#if NSA_CPU_AVX2
-    case Isa::kAvx2:
-      return avx2::run(params, context);
-#endif
-    default:
-      return portable::run(params, context);
+#define NSA_CASE(set, built)                               \
+  case Isa::set:                                           \
+    if constexpr (built) return set::run(params, context); \
+    break;
+    NSA_CPU_SETS(NSA_CASE)
+#undef NSA_CASE
   }
+  __builtin_unreachable();  // choose_isa() takes what is built
 }
 
 /// native_sparse_attention as the separate operations.

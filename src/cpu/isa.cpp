@@ -1,58 +1,94 @@
 #include "cpu/isa.h"
 
+#include <cstddef>
 #include <cstdlib>
 #include <string>
 
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 namespace nsa::cpu {
 namespace {
-constexpr Isa kAll[] = {Isa::kAvx512Bf16, Isa::kAvx512, Isa::kAvx2, Isa::kPortable};  // best first
-}
 
-const char* name_of(Isa isa) {
-  switch (isa) {
-    case Isa::kPortable:
-      return "portable";
-    case Isa::kAvx2:
-      return "avx2";
-    case Isa::kAvx512:
-      return "avx512";
-    case Isa::kAvx512Bf16:
-      return "avx512bf16";
-  }
-  return "unknown";
-}
+struct Set {
+  Isa isa;
+  const char* name;
+  bool built;
+};
+#define NSA_ROW(set, built) {Isa::set, #set, built},
+constexpr Set kSets[] = {NSA_CPU_SETS(NSA_ROW)};
+#undef NSA_ROW
 
-bool available(Isa isa) {
-  if (isa == Isa::kPortable) return true;
-#if NSA_CPU_AVX2 || NSA_CPU_AVX512 || NSA_CPU_AVX512BF16
-  static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  static const bool avx512bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  if (isa == Isa::kAvx2) return NSA_CPU_AVX2 && avx2;
-  if (isa == Isa::kAvx512) return NSA_CPU_AVX512 && avx512;
-  if (isa == Isa::kAvx512Bf16) return NSA_CPU_AVX512BF16 && avx512bf16;
-#endif
+#if defined(__aarch64__)
+/// BFDOT and BFCVT. Processors that have them have the rest of ARMv8.2 too, which the set is compiled for.
+bool has_neon_bf16() {
+#if defined(__APPLE__)  // compiled for Apple's processors, never run on one
+  int found = 0;
+  std::size_t size = sizeof found;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &size, nullptr, 0) == 0 && found == 1;
+#elif defined(__linux__)
+  constexpr unsigned long kBf16 = 1UL << 14;  // HWCAP2_BF16, which headers before Linux 5.6 lack
+  return getauxval(AT_HWCAP2) & kBf16;
+#else
   return false;
+#endif
 }
+#endif
+
+bool machine_has(Isa isa) {
+  switch (isa) {
+    case Isa::portable:
+      return true;
+#if defined(__x86_64__)
+    case Isa::avx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case Isa::avx512:
+      return machine_has(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    case Isa::avx512bf16:
+      return machine_has(Isa::avx512) && __builtin_cpu_supports("avx512bf16");
+#elif defined(__aarch64__)
+    case Isa::neon:
+      return true;
+    case Isa::neonbf16: {
+      static const bool found = has_neon_bf16();
+      return found;
+    }
+#endif
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+const char* name_of(Isa isa) { return kSets[static_cast<std::size_t>(isa)].name; }
+
+bool available(Isa isa) { return kSets[static_cast<std::size_t>(isa)].built && machine_has(isa); }
 
 Status choose_isa(Isa& chosen) {
   const char* wish = std::getenv("NSA_CPU_ISA");
   const std::string name = wish ? wish : "";
-  for (Isa isa : kAll) {
-    if (name.empty() || name == "auto" ? available(isa) : name == name_of(isa)) {
-      if (!available(isa)) return Status::unsupported("NSA_CPU_ISA = '" + name + "': this machine does not have it");
-      chosen = isa;
+  for (const Set& set : kSets) {
+    if (name.empty() || name == "auto" ? available(set.isa) : name == set.name) {
+      if (!available(set.isa))
+        return Status::unsupported("NSA_CPU_ISA = '" + name + "': this machine does not have it");
+      chosen = set.isa;
       return {};
     }
   }
-  return Status::invalid_argument("NSA_CPU_ISA = '" + name + "': must be auto, avx512bf16, avx512, avx2 or portable");
+  std::string allowed = "auto";
+  for (const Set& set : kSets) allowed.append(set.isa == Isa::portable ? " or " : ", ").append(set.name);
+  return Status::invalid_argument("NSA_CPU_ISA = '" + name + "': must be " + allowed);
 }
 
 std::string describe_instruction_sets() {
   std::string text;
-  for (Isa isa : kAll) {
-    text += std::string(name_of(isa)) + (available(isa) ? ": available\n" : ": not on this machine or not built\n");
+  for (const Set& set : kSets) {
+    text += std::string(set.name) + (available(set.isa) ? ": available\n" : ": not on this machine or not built\n");
   }
   Isa chosen;
   if (const Status status = choose_isa(chosen); !status.ok()) return text + "chosen: none, " + status.message();

@@ -5,11 +5,22 @@
 
 #include "nsa/status.h"
 
+/// SET(name, whether this build has it), best first. The names are the values of NSA_CPU_ISA, and the namespaces of the
+/// kernels.
+#define NSA_CPU_SETS(SET)             \
+  SET(avx512bf16, NSA_CPU_AVX512BF16) \
+  SET(avx512, NSA_CPU_AVX512)         \
+  SET(avx2, NSA_CPU_AVX2)             \
+  SET(neonbf16, NSA_CPU_NEONBF16)     \
+  SET(neon, NSA_CPU_NEON)             \
+  SET(portable, true)
+
 namespace nsa::cpu {
 
-enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
+#define NSA_ENUMERATOR(set, built) set,
+enum class Isa { NSA_CPU_SETS(NSA_ENUMERATOR) };
+#undef NSA_ENUMERATOR
 
-/// "portable", "avx2", "avx512", "avx512bf16": the values of NSA_CPU_ISA.
 const char* name_of(Isa isa);
 
 /// Whether this build and this machine have it.

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512bf16")
+INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512bf16", "neon", "neonbf16")
 TESTS = ("support/outputs", "support/problem", "support/tensor", "support/tolerance")
 TESTS += ("cpp/grid", "cpp/run_all", "cpp/under_test_cpu")
 

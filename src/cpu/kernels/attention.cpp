@@ -193,7 +193,7 @@ const Slot* Attention<Slots>::visible_values(const Segment& segment, const Range
 }
 
 template class Attention<Floats>;
-#if defined(__AVX512BF16__)
+#if NSA_PAIRS
 template class Attention<Pairs>;
 #endif
 

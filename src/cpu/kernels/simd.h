@@ -7,8 +7,12 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#elif NSA_NEON
 #include <arm_neon.h>
+#endif
+
+#if defined(__AVX512BF16__) || (NSA_NEON && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#define NSA_PAIRS 1  // the instruction set multiplies pairs of bf16
 #endif
 
 namespace nsa::cpu::NSA_ISA {
@@ -21,7 +25,11 @@ inline constexpr int kWidth = 8;
 inline constexpr int kTileVectors = 2;  // 6 x 2 accumulators + 2 + 1 of 16 registers
 #else
 inline constexpr int kWidth = 4;
+#if NSA_NEON
+inline constexpr int kTileVectors = 4;  // 6 x 4 accumulators + 4 + 1 of 32 registers
+#else
 inline constexpr int kTileVectors = 2;
+#endif
 #endif
 inline constexpr int kTileRows = 6;
 
@@ -54,7 +62,7 @@ inline Vec fma(Vec a, Vec b, Vec c) {
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
   return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_NEON)
+#elif NSA_NEON
   return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
@@ -156,6 +164,9 @@ inline void store_floats(bf16* p, Vec v) {
 #if defined(__AVX512BF16__)
   const __m256bh h = _mm512_cvtneps_pbh((__m512)v);
   std::memcpy(p, &h, sizeof h);
+#elif NSA_PAIRS
+  const bfloat16x4_t h = vcvt_bf16_f32((float32x4_t)v);
+  std::memcpy(p, &h, sizeof h);
 #else
   const UVec u = (UVec)v;
   const UVec rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
@@ -187,16 +198,28 @@ inline SlotVec load_slots(const Slot* p) {
 /// A slot is one float32.
 struct Floats {
   static constexpr int kElements = 1;
-  static Vec dot(Vec acc, Slot a, SlotVec b) { return fma(splat_bits(a), (Vec)b, acc); }
+  static Vec dot(Vec acc, Slot a, SlotVec b) {
+#if NSA_NEON  // as a lane: the compiler broadcasts with an instruction of its own
+    return (Vec)vfmaq_lane_f32((float32x4_t)acc, (float32x4_t)b, vcreate_f32(a), 0);
+#else
+    return fma(splat_bits(a), (Vec)b, acc);
+#endif
+  }
 };
 
-#if defined(__AVX512BF16__)
-/// A slot is two bf16, multiplied and added as a pair.
+#if NSA_PAIRS
+/// A slot is two bf16, multiplied and added as a pair. Both instructions flush denormals. vdpbf16ps rounds to nearest.
+/// BFDOT rounds each sum to odd, unless FPCR.EBF is set, which Linux leaves clear: the last bit of a sum is a bound.
+/// (BFMMLA needs four elements of a column side by side, another packing.)
 struct Pairs {
   static constexpr int kElements = 2;
   static Vec dot(Vec acc, Slot a, SlotVec b) {
+#if NSA_NEON
+    return (Vec)vbfdotq_lane_f32((float32x4_t)acc, (bfloat16x8_t)b, vcreate_bf16(a), 0);
+#else
     const __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int>(a));
     return (Vec)_mm512_dpbf16_ps((__m512)acc, x, (__m512bh)b);
+#endif
   }
 };
 #endif
@@ -206,7 +229,7 @@ template <class In>
 struct SlotsOf {
   using type = Floats;
 };
-#if defined(__AVX512BF16__)
+#if NSA_PAIRS
 template <>
 struct SlotsOf<bf16> {
   using type = Pairs;
