@@ -34,6 +34,11 @@ OPTIONAL = {"libsentencepiece-dev": "/usr/include/sentencepiece_processor.h", "s
 # Further Debian packages for `make docs`, `make lint`, `make wheel`, `make build CUDA=1` without nvcc and .ci/run. The
 # Python packages are the dependency groups of pyproject.toml.
 EXTRA = {
+    "aarch64": {
+        "g++-aarch64-linux-gnu": "/usr/bin/aarch64-linux-gnu-g++",
+        "googletest": "/usr/src/googletest/CMakeLists.txt",
+        "qemu-user": "/usr/bin/qemu-aarch64",
+    },
     "cuda": {},
     "docs": {"doxygen": "/usr/bin/doxygen"},
     "lint": {"clang-tidy": "/usr/bin/clang-tidy"},
