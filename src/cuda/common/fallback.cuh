@@ -1,4 +1,4 @@
-// Fallback kernels: see Fallback in params.h.
+// Fallback kernels, and those in front of them: see Fallback in params.h.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -16,6 +16,17 @@ __device__ __forceinline__ bool runs(const Fallback& fallback) {
 template <class Args>
 __device__ __forceinline__ bool runs(const Args& args) {
   return runs(args.fallback);
+}
+
+/// The same test in a kernel that requires finite values: whether it leaves its work to the fallback behind it. A
+/// backward always has a flag.
+__device__ __forceinline__ bool should_fall_back(int flag) { return flag != 0; }
+__device__ __forceinline__ bool should_fall_back(const Fallback& fallback) {
+  return fallback.flag && should_fall_back(*fallback.flag);
+}
+/// The same where other thread blocks may set the flag meanwhile: one answer for all threads of a thread block.
+__device__ __forceinline__ bool block_should_fall_back(const int* flag) {
+  return __syncthreads_or(flag && threadIdx.x == 0 && *static_cast<const volatile int*>(flag)) != 0;
 }
 
 /// launch(), but a fallback kernel is a programmatic dependent launch: it may start before the kernel in front ends,

@@ -90,9 +90,4 @@ __device__ __forceinline__ void stagger_warpgroups(int group, int cycles) {
   }
 }
 
-/// Whether the fallback kernel computes the result. For all threads of the block, which get the same answer.
-__device__ __forceinline__ bool should_fall_back(const int* flag) {
-  return __syncthreads_or(flag && threadIdx.x == 0 && *static_cast<const volatile int*>(flag)) != 0;
-}
-
 }  // namespace nsa::cuda::sm90

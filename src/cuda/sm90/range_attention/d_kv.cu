@@ -7,6 +7,7 @@
 // first), from the tile's first query on for the window. Key tiles of several items leave float32 partial sums that
 // sum_chunks adds in order. The cut depends on the sequence alone.
 #include "cuda/common/device.h"
+#include "cuda/common/fallback.cuh"
 #include "cuda/sm90/common/d_kv_mainloop.cuh"
 #include "cuda/sm90/range_attention/d_kv_chunks.h"
 #include "cuda/sm90/range_attention/range_attention.h"
@@ -324,7 +325,7 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
 template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(384, 1)
     range_d_kv(const __grid_constant__ RangeKeyArgs args, const __grid_constant__ KeyMaps maps) {
-  if (*args.branch.fallback.flag != 0) return;
+  if (should_fall_back(*args.branch.fallback.flag)) return;
   extern __shared__ __align__(1024) char dynamic[];
   using Shape = Memory<Dk, Dv>;
   const Shape memory{shared_address(dynamic)};
@@ -348,7 +349,7 @@ template <class T>
 __global__ void __launch_bounds__(256) sum_chunks(const __grid_constant__ RangeKeyArgs args, int dk, int dv) {
   const BackwardArgs& branch = args.branch;
   const Geometry& p = branch.geometry;
-  if (*branch.fallback.flag != 0) return;
+  if (should_fall_back(*branch.fallback.flag)) return;
   const LineTile tile = tile_at(args, blockIdx.y, blockIdx.x);
   const DeviceSequence& seq = tile.seq;
   const int kv_head = tile.kv_head, first = tile.tile * kKeys;

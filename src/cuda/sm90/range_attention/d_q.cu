@@ -11,6 +11,7 @@
 // after dP, a K tile after dQ, one step later. The grid is persistent; long and short tiles alternate.
 #include "cuda/common/attention_backward.cuh"
 #include "cuda/common/device.h"
+#include "cuda/common/fallback.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/common/head_packing.cuh"
 #include "cuda/sm90/common/pipeline.cuh"
@@ -263,7 +264,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
 template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
     range_d_q(const __grid_constant__ RangeDqArgs args, const __grid_constant__ RangeMaps maps) {
-  if (*args.branch[0].fallback.flag != 0) return;
+  if (should_fall_back(*args.branch[0].fallback.flag)) return;
   extern __shared__ __align__(1024) char dynamic[];
   const Memory<Dk, Dv> memory{shared_address(dynamic)};
   if (threadIdx.x == 0) {

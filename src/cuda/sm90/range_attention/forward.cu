@@ -15,6 +15,7 @@
 #include <algorithm>
 
 #include "cuda/common/device.h"
+#include "cuda/common/fallback.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/common/epilogue.cuh"
 #include "cuda/sm90/common/forward_pipeline.cuh"
@@ -332,7 +333,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const RangeArgs& args = call.range;
   extern __shared__ __align__(1024) char memory[];
   __shared__ Barriers<L::kStages> barriers;
-  if (should_fall_back(args.fallback.flag)) return;
+  if (block_should_fall_back(args.fallback.flag)) return;
   const std::uint32_t queries = (shared_address(memory) + 1023) & ~1023u;
   const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + L::kStages * L::kKeyBytes;
   if (threadIdx.x == 0) {

@@ -26,6 +26,7 @@
 #include <type_traits>
 
 #include "cuda/common/device.h"
+#include "cuda/common/fallback.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/common/tensor_map.h"
 #include "cuda/sm90/select_blocks/attention_warpgroup.cuh"
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   using L = SelectLayout<Dk, Dv>;
   extern __shared__ __align__(1024) char memory[];
   __shared__ SelectBarriers barriers;
-  if (should_fall_back(args.flag)) return;
+  if (block_should_fall_back(args.flag)) return;
   const std::uint32_t queries = (shared_address(memory) + 1023) & ~1023u;
   const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + L::kStages * L::kKeyBytes;
   if (threadIdx.x == 0) {

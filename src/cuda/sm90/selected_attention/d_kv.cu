@@ -10,6 +10,7 @@
 // Producers: warp 8 has Q copied, warp 9 dO, warp 10 what there is per row; warp 11 takes the items, has their keys and
 // values copied and notes who sees whom.
 #include "cuda/common/device.h"
+#include "cuda/common/fallback.cuh"
 #include "cuda/sm90/common/d_kv_mainloop.cuh"
 #include "cuda/sm90/selected_attention/d_kv_schedule.h"
 #include "cuda/sm90/selected_attention/selected_attention.h"
@@ -423,7 +424,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
 template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(384, 1)
     selected_d_kv(const __grid_constant__ ListKeyArgs args, const __grid_constant__ KeyMaps maps) {
-  if (*args.branch.fallback.flag != 0) return;
+  if (should_fall_back(*args.branch.fallback.flag)) return;
   extern __shared__ __align__(1024) char dynamic[];
   const Memory<Dk, Dv> memory{shared_address(dynamic)};
   if (threadIdx.x == 0) memory.init(args.gather ? 32 : 1);
@@ -450,7 +451,7 @@ __global__ void __launch_bounds__(384, 1)
 /// Adds the partial sums of key tiles with several items. Grid: such key tiles, 1, parts.
 template <class T>
 __global__ void __launch_bounds__(256) sum_items(const __grid_constant__ ListKeyArgs args, int dk, int dv) {
-  if (*args.branch.fallback.flag != 0 || static_cast<int>(blockIdx.x) >= args.queue->sums) return;
+  if (should_fall_back(*args.branch.fallback.flag) || static_cast<int>(blockIdx.x) >= args.queue->sums) return;
   const KeyItem& item = args.items[args.sums[blockIdx.x]];
   sum_partials<T>(args.branch, item.slot, item.partials, 64, item.batch, item.key_row, item.kv_head, item.keys, dk, dv,
                   item.cut);

@@ -4,6 +4,7 @@
 // A warp keeps its sixteen rows of Q and dO as fragments in registers, beside their dQ. Per tile of keys: S from the K
 // slot, dP from the V slot; dS, packed; dQ += dS K from the K slot again.
 #include "cuda/common/attention_backward.cuh"
+#include "cuda/common/fallback.cuh"
 #include "cuda/sm90/selected_attention/gather_pipeline.cuh"
 
 namespace nsa::cuda::sm90::selected_attention {
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
                  const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
   using S = Shape<Dk, Dv, kKeys>;
   extern __shared__ __align__(1024) char memory[];
-  if (args.fallback.flag && *args.fallback.flag) return;
+  if (should_fall_back(args.fallback)) return;
   const std::uint32_t ring = shared_address(memory);
   const std::uint32_t kept = ring + plan.slots * S::kSlotBytes;
   auto& control = *reinterpret_cast<SelectedControl*>(memory + plan.slots * S::kSlotBytes + S::kMoreBytes);

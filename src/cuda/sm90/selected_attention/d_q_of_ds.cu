@@ -5,6 +5,7 @@
 // keys, which become an A operand by exchange of halves of registers. They are on their way while the tile before is
 // multiplied.
 #include "cuda/common/attention_backward.cuh"
+#include "cuda/common/fallback.cuh"
 #include "cuda/sm90/selected_attention/gather_pipeline.cuh"
 #include "cuda/sm90/selected_attention/own_entries.h"
 
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(Shape<Dk, kKeys>::kThreads, 1)
   using S = Shape<Dk, kKeys>;
   constexpr int kPlanes = kKeys / SelectedDs::kPlaneKeys;
   extern __shared__ __align__(1024) char memory[];
-  if (args.fallback.flag && *args.fallback.flag) return;
+  if (should_fall_back(args.fallback)) return;
   const std::uint32_t ring = shared_address(memory);
   auto& control = *reinterpret_cast<SelectedControl*>(memory + plan.slots * S::kSlotBytes);
   const Geometry& g = args.geometry;

@@ -16,6 +16,7 @@
 // item and the buffer.
 #include "cuda/common/block_list.cuh"
 #include "cuda/common/device.h"
+#include "cuda/common/fallback.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/common/pipeline.cuh"
 #include "cuda/sm90/common/wgmma.cuh"
@@ -310,7 +311,7 @@ template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(kGroups<Dk> * 128, kResident<Dk>)
     attend_blocks(const __grid_constant__ BlockArgs args, const __grid_constant__ CUtensorMap k_map,
                   const __grid_constant__ CUtensorMap v_map, int planned, int first_kv_head) {
-  if (args.selected.fallback.flag && *args.selected.fallback.flag) return;
+  if (should_fall_back(args.selected.fallback)) return;
   extern __shared__ __align__(1024) char dynamic[];
   using Memory = BlockMemory<Dk, Dv>;
   const Memory memory{shared_address(dynamic)};
@@ -370,7 +371,7 @@ __device__ __forceinline__ unsigned seen_partials(const BlockArgs& args, const i
 /// by eight, KV heads. Lanes side by side have a row, sixteen bytes each; so several partials come at once.
 template <class T, int Dv>
 __global__ void __launch_bounds__(256) combine_partials(const __grid_constant__ BlockArgs args, int number) {
-  if (args.selected.fallback.flag && *args.selected.fallback.flag) return;
+  if (should_fall_back(args.selected.fallback)) return;
   constexpr int kLanes = Dv / 8, kAtOnce = 32 / kLanes, kAhead = 8;
   __shared__ float weights[8][kMaxPartials];
   float* weight = weights[threadIdx.x / 32];

@@ -3,6 +3,7 @@
 // A warp keeps its sixteen query rows as fragments in registers, beside the softmax and the output of these rows. Per
 // tile of 64 keys (32 where blocks have 32): scores from the K slot, which is then free; softmax; outputs from the V
 // slot. The keys of a query come in the order of its tile's union.
+#include "cuda/common/fallback.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/sm90/selected_attention/gather_pipeline.cuh"
 
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
                      const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
   using S = Shape<Dk, Dv, kKeys>;
   extern __shared__ __align__(1024) char memory[];
-  if (args.fallback.flag && *args.fallback.flag) return;
+  if (should_fall_back(args.fallback)) return;
   if (!any_takes(plan, args.geometry)) return;
   const std::uint32_t ring = shared_address(memory);
   auto& control = *reinterpret_cast<SelectedControl*>(memory + plan.slots * S::kSlotBytes);

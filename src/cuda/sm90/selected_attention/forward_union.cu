@@ -6,6 +6,7 @@
 // one of these queries chose, by wgmma: S(i) = Q K(i)^T is issued, then O += P(i-1) V(i-1); both run while the softmax
 // of S(i) waits only for the former. In a block that a query did not choose its rows have P = 0. Three warpgroups share
 // the ring, which is filled once per block of the union of their queries' lists. Blocks of 32 come in pairs.
+#include "cuda/common/fallback.cuh"
 #include "cuda/sm90/common/epilogue.cuh"
 #include "cuda/sm90/common/forward_pipeline.cuh"
 #include "cuda/sm90/selected_attention/gather_pipeline.cuh"
@@ -250,7 +251,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kBlocks>::kThreads, 1)
                    const __grid_constant__ CUtensorMap q_map) {
   using S = Shape<Dk, Dv, kBlocks>;
   extern __shared__ __align__(1024) char memory[];
-  if (args.fallback.flag && *args.fallback.flag) return;
+  if (should_fall_back(args.fallback)) return;
   if (!any_takes(plan, args.geometry)) return;
   constexpr int kRing = kGroups * kTileBytes<Dk>;
   const std::uint32_t queries = shared_address(memory), ring = queries + kRing;
