@@ -120,4 +120,49 @@ struct KeyValueRings {
   }
 };
 
+/// Adds softmax(Q K^T) V of the next `count` > 0 tiles of the rings to `o`. S(i) = Q K(i)^T is issued, then
+/// O += P(i - 1) V(i - 1); both run while the softmax of S(i) waits only for the former. update(s): raw scores become
+/// probabilities; whether what is summed so far is to be scaled by `factor`, of the two rows of a lane. scored(): all
+/// scores are done, the last product is still to be added. s, probabilities: only of use here, but as variables of this
+/// function they get other registers.
+template <class T, int Dk, int Dv, int kKeys, int kStages, int kBarrierStages, class Update, class Scored>
+__device__ __forceinline__ void attention_mainloop(KeyValueRings<Dk, Dv, kKeys, kStages, kBarrierStages>& rings,
+                                                   std::uint32_t q, int count, float (&o)[Dv / 2],
+                                                   const float (&factor)[2], float (&s)[kKeys / 2],
+                                                   std::uint32_t (&probabilities)[kKeys / 4], const Update& update,
+                                                   const Scored& scored) {
+  rings.keys.wait(rings.state);
+  gemm_ss<T, Dk, kKeys>(s, q, 64, rings.key_tile(rings.state.stage()), kKeys);
+  wgmma_wait<0>();
+  rings.release(rings.keys, rings.state.stage());
+  update(s);
+  pack_rows<T, kKeys>(probabilities, s);
+  rings.state.advance();
+#pragma unroll 1
+  while (--count > 0) {
+    rings.keys.wait(rings.state);
+    gemm_ss<T, Dk, kKeys>(s, q, 64, rings.key_tile(rings.state.stage()), kKeys);
+    const auto before = rings.state.before();  // of the values that go with `probabilities`
+    rings.values.wait(before);
+    gemm_rs<T, Dv, kKeys>(o, probabilities, rings.value_tile(before.stage()));
+    wgmma_wait<1>();
+    rings.release(rings.keys, rings.state.stage());
+    const bool grown = update(s);
+    wgmma_wait<0>();
+    rings.release(rings.values, before.stage());
+    if (grown) {
+#pragma unroll
+      for (int n = 0; n < Dv / 2; ++n) o[n] *= factor[n / 2 % 2];
+    }
+    pack_rows<T, kKeys>(probabilities, s);
+    rings.state.advance();
+  }
+  scored();
+  const auto before = rings.state.before();
+  rings.values.wait(before);
+  gemm_rs<T, Dv, kKeys>(o, probabilities, rings.value_tile(before.stage()));
+  wgmma_wait<0>();
+  rings.release(rings.values, before.stage());
+}
+
 }  // namespace nsa::cuda::sm90

@@ -126,42 +126,12 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const F
 #pragma unroll
     for (float& x : o) x = 0;
     mbarrier_wait_warp(shared_address(&barriers.scratch_empty[buffer.stage()][own]), buffer.phase() ^ 1);
-    int left = tile.end;
+    const int left = tile.end;
     if (left > 0) {
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
-      rings.keys.wait(rings.state);
-      gemm_ss<T, Dk, kKeys>(s, q, 64, rings.key_tile(rings.state.stage()), kKeys);
-      wgmma_wait<0>();
-      rings.release(rings.keys, rings.state.stage());
-      update(s);
-      pack_rows<T, kKeys>(probabilities, s);
-      rings.state.advance();
-#pragma unroll 1
-      while (--left > 0) {
-        rings.keys.wait(rings.state);
-        gemm_ss<T, Dk, kKeys>(s, q, 64, rings.key_tile(rings.state.stage()), kKeys);
-        const auto before = rings.state.before();  // of the values that go with `probabilities`
-        rings.values.wait(before);
-        gemm_rs<T, Dv, kKeys>(o, probabilities, rings.value_tile(before.stage()));
-        wgmma_wait<1>();
-        rings.release(rings.keys, rings.state.stage());
-        const bool grown = update(s);
-        wgmma_wait<0>();
-        rings.release(rings.values, before.stage());
-        if (grown) {
-#pragma unroll
-          for (int n = 0; n < Dv / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
-        }
-        pack_rows<T, kKeys>(probabilities, s);
-        rings.state.advance();
-      }
-      barriers.queries().release(group);
-      const auto before = rings.state.before();
-      rings.values.wait(before);
-      gemm_rs<T, Dv, kKeys>(o, probabilities, rings.value_tile(before.stage()));
-      wgmma_wait<0>();
-      rings.release(rings.values, before.stage());
+      attention_mainloop<T>(rings, q, left, o, softmax.factor, s, probabilities, update,
+                            [&] { barriers.queries().release(group); });
     } else {
       barriers.queries().release(group);
     }
