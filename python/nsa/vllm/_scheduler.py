@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -39,26 +38,25 @@ class _Recording(_LaterHits):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._memory: Tensor | None = None
+        self._memory: Any = None
         self._sent: dict[str, int] = {}
         self._found: dict[str, Any] = {}
 
     def _update_request_with_output(self, request: Any, *arguments: Any, **options: Any) -> Any:
         result = super()._update_request_with_output(request, *arguments, **options)
-        name, end = request.request_id, request.num_tokens - 1  # the last one is not fed back yet
-        positions = torch.arange(self._sent.get(name, 0), end)
-        self._sent[name] = end
-        pages = torch.tensor(self.kv_cache_manager.get_block_ids(name)[0])
-        size = self.vllm_config.cache_config.block_size
-        self._found[name] = self._selections()[pages[positions // size] * size + positions % size].numpy()
+        name, size = request.request_id, self.vllm_config.cache_config.block_size
+        begin, end = self._sent.get(name, 0), request.num_tokens - 1  # the last one is not fed back yet
+        pages = self.kv_cache_manager.get_block_ids(name)[0][begin // size : -(-end // size)]
+        slots = (np.array(pages)[:, None] * size + np.arange(size)).ravel()[begin % size :][: end - begin]
+        self._found[name], self._sent[name] = self._selections()[slots], end
         return result
 
-    def _selections(self) -> Tensor:
+    def _selections(self) -> Any:
         """The workers' memory, which has no name from the first output on: all of them have mapped it."""
         if self._memory is None:
             from ._attention import map_selections, selections_file
 
-            self._memory = map_selections(self.vllm_config, self.kv_cache_config.num_blocks)
+            self._memory = map_selections(self.vllm_config, self.kv_cache_config.num_blocks).numpy()
             selections_file(self.vllm_config).unlink()
         return self._memory
 
