@@ -7,11 +7,14 @@
 namespace nsa::cuda {
 
 inline Slots paged(const TensorView& pages, const TensorView& table) {
-  return {strided(pages), to_int(pages.size(1)), 0, false, table.as<const int>(), table.stride[0]};
+  return {.rows = strided(pages),
+          .size = to_int(pages.size(1)),
+          .table = table.as<const int>(),
+          .table_row = table.stride[0]};
 }
 /// numbers: the sequences' own, `step` ints apart.
 inline Slots ring(const TensorView& tokens, const int* numbers, std::int64_t step) {
-  return {strided(tokens), to_int(tokens.size(1)), 0, true, numbers, step};
+  return {.rows = strided(tokens), .size = to_int(tokens.size(1)), .ring = true, .table = numbers, .table_row = step};
 }
 /// The window or the raw tokens: a ring, or pages where there is a table.
 inline Slots recent(const TensorView& tokens, const TensorView& table, const int* numbers, std::int64_t step) {
@@ -31,7 +34,11 @@ inline int window_size(const NSAConfig& cfg) { return std::min(cfg.window_size, 
 /// No table: null pages.
 inline PageTable page_table(const TensorView& pages, const TensorView& table) {
   if (!table.defined()) return {};
-  return {table.as<const int>(), table.stride[0], to_int(table.size(1)), to_int(pages.size(1)), to_int(pages.size(0))};
+  return {.pages = table.as<const int>(),
+          .row = table.stride[0],
+          .max_pages = to_int(table.size(1)),
+          .page_size = to_int(pages.size(1)),
+          .num_pages = to_int(pages.size(0))};
 }
 
 /// Undefined: 1.

@@ -12,8 +12,12 @@ __global__ void __launch_bounds__(256) plan_step(const __grid_constant__ PlanArg
   const StepRequest request(args.geometry, args.lengths, args.num_new, args.positions, b);
   const bool fits = request.possible && __syncthreads_and(own_capacity(args, request, b));
   if (threadIdx.x > 0) return;
-  args.plan[b] = {max(request.before, 0), fits ? request.added : 0, b, fits ? request.completed : 0, 0,
-                  request.q_begin};
+  args.plan[b] = {.before = max(request.before, 0),
+                  .added = fits ? request.added : 0,
+                  .sequence = b,
+                  .completed = fits ? request.completed : 0,
+                  .served = 0,
+                  .q_begin = request.q_begin};
   if (request.added > 0 && !fits) *args.overflow = 1;
 }
 

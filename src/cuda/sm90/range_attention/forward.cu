@@ -369,7 +369,7 @@ cudaError_t run(const WindowCombineArgs& call, cudaStream_t stream) {
 
 template <>
 cudaError_t launch_range_forward<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const RangeArgs& args, cudaStream_t stream) {
-  return run<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>({args, {}, {}, {}, {}}, stream);
+  return run<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>({.range = args}, stream);
 }
 template <>
 cudaError_t launch_window_combine<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const WindowCombineArgs& args,
