@@ -21,8 +21,8 @@
 #include "cuda/common/softmax.cuh"
 #include "cuda/sm90/common/ptx.cuh"
 #include "cuda/sm90/decode/attend/block_choice.cuh"
-#include "cuda/sm90/decode/sequence_order.cuh"
 #include "cuda/sm90/decode/attend/config.cuh"
+#include "cuda/sm90/decode/sequence_order.cuh"
 
 namespace nsa::cuda::sm90::decode {
 namespace {
