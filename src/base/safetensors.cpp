@@ -4,6 +4,7 @@
 #include <fmt/core.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -132,6 +133,14 @@ SafetensorsFile SafetensorsFile::open(const std::string& path, Links links) {
     }
   }
   return file;
+}
+
+void SafetensorsFile::release(const StoredTensor& tensor) {
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto first = reinterpret_cast<std::uintptr_t>(tensor.bytes.data());
+  const std::uintptr_t begin = (first + page - 1) / page * page, end = (first + tensor.bytes.size()) / page * page;
+  // Whether the system follows this advice does not matter for what is read.
+  if (begin < end) ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 }
 
 std::string write_safetensors(const std::string& path, const std::vector<StoredTensor>& tensors, Metadata metadata) {

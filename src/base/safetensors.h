@@ -35,6 +35,9 @@ class SafetensorsFile {
   /// The checksum that write_safetensors() returned; empty for files of other programs.
   const std::string& checksum() const { return checksum_; }
 
+  /// Frees the memory of a tensor's bytes, which a later access reads from the file again.
+  static void release(const StoredTensor& tensor);
+
  private:
   std::shared_ptr<const void> mapping_;
   std::string checksum_;

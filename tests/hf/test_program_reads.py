@@ -7,12 +7,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -209,3 +211,31 @@ def test_the_benchmark_takes_the_shape_of_a_model(kind, tmp_path):
     assert {key: settings[key] for key in expected} == expected
     assert (settings["phi"], settings["topk"]) == (("linear", 4) if kind is sparse else ("mean", 16))
     assert "--heads excludes --model" in nsa("bench", "--model", tmp_path, "--heads", 4, code=2).stderr
+
+
+def peak_memory(folder: Path, *arguments: object) -> int:
+    """Bytes that the program holds at most while it generates a token."""
+    # From a small process: a child's figure includes what its parent held when it was made.
+    code = "import resource as r, subprocess as s, sys; s.run(sys.argv[1:], check=True, stdout=s.DEVNULL); "
+    code += "print(r.getrusage(r.RUSAGE_CHILDREN).ru_maxrss)"
+    command = [sys.executable, "-c", code, PROGRAM, "generate", folder, "--ids", "/dev/stdin", "-n", "1"]
+    command += ["--device", "cpu", *arguments]
+    done = subprocess.run([*map(str, command)], input="1 2 3\n", capture_output=True, text=True, check=True)
+    return int(done.stdout) * 1024
+
+
+def test_weights_are_in_memory_once(tmp_path: Path) -> None:
+    """In the dtype of the matmuls: neither the file nor float32 copies stay beside them."""
+    sizes = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 4, "head_dim": 64}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, dtype="bfloat16")
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "large")
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**sizes, "num_hidden_layers": 1, "intermediate_size": 64})
+    ).save_pretrained(tmp_path / "small")
+    parameters = model.num_parameters()
+    layer = parameters / sizes["num_hidden_layers"]
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        held = peak_memory(tmp_path / "large", "--dtype", dtype) - peak_memory(tmp_path / "small", "--dtype", dtype)
+        assert held < size * (parameters + 1.5 * layer) + 2**23

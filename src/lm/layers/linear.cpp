@@ -119,11 +119,31 @@ at::Tensor skinny_gemm(fused::RowInput, const at::Tensor&, const LinearWeight&) 
 
 #endif
 
+/// Whether oneDNN, which torch calls, multiplies 16-bit matrices by vector instructions on this processor.
+bool multiplies_16_bits() {
+#ifdef __x86_64__
+  static const bool has_avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  return has_avx512;
+#else
+  return true;
+#endif
+}
+
+/// torch's linear layer. Without such instructions its 16-bit GEMM takes 8 times as long as float32's (Zen 3), so more
+/// than a few rows go through float32 there. Few rows are bound by memory, which 16 bits halve.
+at::Tensor torch_linear(const at::Tensor& x, const at::Tensor& matrix, const at::Tensor& bias = {}) {
+  constexpr std::int64_t kFewRows = 8;
+  if (!x.is_cpu() || x.element_size() != 2 || x.size(0) <= kFewRows || multiplies_16_bits())
+    return at::linear(x, matrix, bias);
+  const auto wide = [](const at::Tensor& t) { return t.defined() ? t.to(at::kFloat) : t; };
+  return at::linear(wide(x), wide(matrix), wide(bias)).to(x.scalar_type());
+}
+
 }  // namespace
 
 at::Tensor linear(const at::Tensor& x, const LinearWeight& weight) {
   if (is_skinny(x.size(0), weight.matrix) && are_aligned(x)) return skinny_gemm(fused::RowInput::kPlain, x, weight);
-  return at::linear(x, weight.matrix);
+  return torch_linear(x, weight.matrix);
 }
 
 NormedLinear norm_and_linear(const Residual& in, const at::Tensor& norm_weight, double eps,
@@ -131,7 +151,7 @@ NormedLinear norm_and_linear(const Residual& in, const at::Tensor& norm_weight, 
   const std::int64_t rows = in.x.size(0);
   if (!is_skinny(rows, weight.matrix) || !are_aligned(in.x) || !in.x.is_contiguous()) {
     const auto normed = add_and_norm(in, norm_weight, eps, weight.matrix.scalar_type());
-    return {normed.x, at::linear(normed.y, weight.matrix)};
+    return {normed.x, torch_linear(normed.y, weight.matrix)};
   }
   fused::SkinnyGemmArgs args{.input = fused::RowInput::kNorm,
                              .residual = in.x.const_data_ptr<float>(),
@@ -146,7 +166,7 @@ NormedLinear norm_and_linear(const Residual& in, const at::Tensor& norm_weight, 
 
 at::Tensor swiglu_and_linear(const at::Tensor& x, const LinearWeight& weight) {
   if (is_skinny(x.size(0), weight.matrix) && are_aligned(x)) return skinny_gemm(fused::RowInput::kSwiglu, x, weight);
-  return at::linear(swiglu(x), weight.matrix);
+  return torch_linear(swiglu(x), weight.matrix);
 }
 
 HeadsAndGates split_heads_and_gates(const at::Tensor& x, const std::vector<HeadGroup>& groups, const Rotation& rotation,
@@ -168,7 +188,7 @@ HeadsAndGates split_heads_and_gates(const at::Tensor& x, const std::vector<HeadG
   }
 #endif
   auto heads = split_heads(x, groups, rotation);
-  const auto gates = at::linear(biased_silu(heads.back().squeeze(1), bias), weight.matrix, gate_bias).sigmoid();
+  const auto gates = torch_linear(biased_silu(heads.back().squeeze(1), bias), weight.matrix, gate_bias).sigmoid();
   return {std::move(heads), gates};
 }
 

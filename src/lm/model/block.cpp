@@ -96,6 +96,7 @@ AttentionInputs take_apart(const ModelConfig& config, const BlockWeights& weight
 }  // namespace
 
 Block::Block(ParameterStore& store, const std::string& prefix, const ModelConfig& config) : config_(config) {
+  Parameters& p = parameters_;
   const std::int64_t hidden = config.hidden_size, heads = config.num_heads, kv_heads = config.num_kv_heads;
   const auto matrix = [&](const std::string& name, std::int64_t rows, std::int64_t columns) {
     return store.matrix(prefix + name + ".weight", rows, columns);
@@ -104,51 +105,53 @@ Block::Block(ParameterStore& store, const std::string& prefix, const ModelConfig
   const auto residual_matrix = [&](const std::string& name, std::int64_t rows, std::int64_t columns) {
     return store.matrix(prefix + name + ".weight", rows, columns, 1 / std::sqrt(2.0 * config.num_layers));
   };
-  attention_norm_ = store.constant(prefix + "attention_norm.weight", {hidden}, 1);
-  q_proj_ = matrix("attention.q_proj", heads * config.head_dim, hidden);
+  p.attention_norm = store.constant(prefix + "attention_norm.weight", {hidden}, 1);
+  p.q_proj = matrix("attention.q_proj", heads * config.head_dim, hidden);
   const auto sets = num_kv_sets(config);
   for (std::int64_t i = 0; i < sets; ++i) {
     const std::string branch = sets == 1 ? "" : std::string(".") + kBranches[static_cast<std::size_t>(i)];
-    k_proj_.push_back(matrix("attention.k_proj" + branch, kv_heads * config.head_dim, hidden));
-    v_proj_.push_back(matrix("attention.v_proj" + branch, kv_heads * config.v_head_dim, hidden));
+    p.k_proj.push_back(matrix("attention.k_proj" + branch, kv_heads * config.head_dim, hidden));
+    p.v_proj.push_back(matrix("attention.v_proj" + branch, kv_heads * config.v_head_dim, hidden));
     if (config.qk_norm) {
-      k_norm_.push_back(store.constant(prefix + "attention.k_norm" + branch + ".weight", {config.head_dim}, 1));
+      p.k_norm.push_back(store.constant(prefix + "attention.k_norm" + branch + ".weight", {config.head_dim}, 1));
     }
   }
-  if (config.qk_norm) q_norm_ = store.constant(prefix + "attention.q_norm.weight", {config.head_dim}, 1);
+  if (config.qk_norm) p.q_norm = store.constant(prefix + "attention.q_norm.weight", {config.head_dim}, 1);
   if (config.attention == AttentionKind::kNsa) {
-    phi_k_ = make_phi(store, prefix + "attention.phi_k", config, config.head_dim);
-    phi_v_ = make_phi(store, prefix + "attention.phi_v", config, config.v_head_dim);
+    p.phi_k = make_phi(store, prefix + "attention.phi_k", config, config.head_dim);
+    p.phi_v = make_phi(store, prefix + "attention.phi_v", config, config.v_head_dim);
   }
   if (const std::int64_t gates = gates_per_head(config) * heads; gates > 0) {
-    gate_0_ = matrix("attention.gate.0", hidden / 4, hidden);
-    gate_0_bias_ = store.constant(prefix + "attention.gate.0.bias", {hidden / 4}, 0);
-    gate_2_ = store.constant(prefix + "attention.gate.2.weight", {gates, hidden / 4}, 0);
-    gate_2_bias_ = store.constant(prefix + "attention.gate.2.bias", {gates}, 0);
+    p.gate_0 = matrix("attention.gate.0", hidden / 4, hidden);
+    p.gate_0_bias = store.constant(prefix + "attention.gate.0.bias", {hidden / 4}, 0);
+    p.gate_2 = store.constant(prefix + "attention.gate.2.weight", {gates, hidden / 4}, 0);
+    p.gate_2_bias = store.constant(prefix + "attention.gate.2.bias", {gates}, 0);
   }
-  o_proj_ = residual_matrix("attention.o_proj", hidden, heads * config.v_head_dim);
-  ffn_norm_ = store.constant(prefix + "ffn_norm.weight", {hidden}, 1);
-  gate_proj_ = matrix("ffn.gate_proj", config.ffn_size, hidden);
-  up_proj_ = matrix("ffn.up_proj", config.ffn_size, hidden);
-  down_proj_ = residual_matrix("ffn.down_proj", hidden, config.ffn_size);
+  p.o_proj = residual_matrix("attention.o_proj", hidden, heads * config.v_head_dim);
+  p.ffn_norm = store.constant(prefix + "ffn_norm.weight", {hidden}, 1);
+  p.gate_proj = matrix("ffn.gate_proj", config.ffn_size, hidden);
+  p.up_proj = matrix("ffn.up_proj", config.ffn_size, hidden);
+  p.down_proj = residual_matrix("ffn.down_proj", hidden, config.ffn_size);
 }
 
 BlockWeights Block::weights(at::ScalarType dtype) const {
-  std::vector<at::Tensor> in = {q_proj_};
-  in.insert(in.end(), k_proj_.begin(), k_proj_.end());
-  in.insert(in.end(), v_proj_.begin(), v_proj_.end());
-  if (gate_0_.defined()) in.push_back(gate_0_);
-  std::vector<std::vector<at::Tensor>> groups = {in,        {gate_0_bias_},         {gate_2_},   {gate_2_bias_},
-                                                 {o_proj_}, {gate_proj_, up_proj_}, {down_proj_}};
-  for (const bridge::CompressionTensors* phi : {&phi_k_, &phi_v_})
+  if (fused_) return *fused_;
+  const Parameters& p = parameters_;
+  std::vector<at::Tensor> in = {p.q_proj};
+  in.insert(in.end(), p.k_proj.begin(), p.k_proj.end());
+  in.insert(in.end(), p.v_proj.begin(), p.v_proj.end());
+  if (p.gate_0.defined()) in.push_back(p.gate_0);
+  std::vector<std::vector<at::Tensor>> groups = {in,         {p.gate_0_bias},          {p.gate_2},   {p.gate_2_bias},
+                                                 {p.o_proj}, {p.gate_proj, p.up_proj}, {p.down_proj}};
+  for (const bridge::CompressionTensors* phi : {&p.phi_k, &p.phi_v})
     for (const at::Tensor& weight : {phi->pe, phi->w1, phi->b1, phi->w2, phi->b2}) groups.push_back({weight});
   const auto all = concat_cast(groups, dtype);
   auto next = all.begin();  // in the order of BlockWeights
   return {
-      .attention_norm = attention_norm_,
-      .ffn_norm = ffn_norm_,
-      .q_norm = q_norm_,
-      .k_norm = k_norm_,
+      .attention_norm = p.attention_norm,
+      .ffn_norm = p.ffn_norm,
+      .q_norm = p.q_norm,
+      .k_norm = p.k_norm,
       .in_proj = *next++,
       .gate_bias = *next++,
       .gate_out = *next++,
@@ -159,6 +162,11 @@ BlockWeights Block::weights(at::ScalarType dtype) const {
       .phi_k = {config_.phi, *next++, *next++, *next++, *next++, *next++},
       .phi_v = {config_.phi, *next++, *next++, *next++, *next++, *next++},
   };
+}
+
+void Block::fuse(at::ScalarType dtype) {
+  fused_ = weights(dtype);
+  parameters_ = {};
 }
 
 Residual block_forward(const ModelConfig& config, const BlockWeights& weights, const Residual& in,

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,7 +18,7 @@
 namespace nsa::lm {
 
 /// The weights of a layer as a forward uses them: in the compute dtype, projections of one input joined into one
-/// matrix. Made for every training step, so that gradients reach the parameters, and once for a generation.
+/// matrix. Made for every training step, so that gradients reach the parameters, and once by Model::fuse().
 struct BlockWeights {
   at::Tensor attention_norm, ffn_norm;  // float32 (hidden)
   at::Tensor q_norm;                    // float32 (Dk); undefined without
@@ -36,21 +37,29 @@ class Block {
  public:
   Block(ParameterStore& store, const std::string& prefix, const ModelConfig& config);
 
+  /// In the dtype, until fuse() has settled it.
   BlockWeights weights(at::ScalarType dtype) const;
+  /// Keeps these weights in place of the parameters.
+  void fuse(at::ScalarType dtype);
   /// Of this layer: ModelConfig::of_layer.
   const ModelConfig& config() const { return config_; }
-  /// φ of keys: the parameters.
-  const bridge::CompressionTensors& phi_k() const { return phi_k_; }
+  /// φ of keys: the parameters, or what is left of them.
+  const bridge::CompressionTensors& phi_k() const { return fused_ ? fused_->phi_k : parameters_.phi_k; }
 
  private:
+  struct Parameters {
+    at::Tensor attention_norm, q_proj, o_proj;
+    std::vector<at::Tensor> k_proj, v_proj;  // cmp, slc, swa; or one
+    at::Tensor q_norm;
+    std::vector<at::Tensor> k_norm;
+    at::Tensor gate_0, gate_0_bias, gate_2, gate_2_bias;
+    bridge::CompressionTensors phi_k, phi_v;
+    at::Tensor ffn_norm, gate_proj, up_proj, down_proj;
+  };
+
   ModelConfig config_;
-  at::Tensor attention_norm_, q_proj_, o_proj_;
-  std::vector<at::Tensor> k_proj_, v_proj_;  // cmp, slc, swa; or one
-  at::Tensor q_norm_;
-  std::vector<at::Tensor> k_norm_;
-  at::Tensor gate_0_, gate_0_bias_, gate_2_, gate_2_bias_;
-  bridge::CompressionTensors phi_k_, phi_v_;
-  at::Tensor ffn_norm_, gate_proj_, up_proj_, down_proj_;
+  Parameters parameters_;
+  std::optional<BlockWeights> fused_;
 };
 
 /// A full layer, in which `attend` gives (rows, H, Dv); `rotation` holds each row's angles.

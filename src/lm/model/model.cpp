@@ -63,11 +63,14 @@ Batch packed(const std::vector<std::vector<std::int64_t>>& sequences) {
           at::tensor(c10::ArrayRef<std::int32_t>(offsets), at::kInt)};
 }
 
-Model::Model(const ModelConfig& config, std::optional<std::uint64_t> seed) : impl_(std::make_unique<Impl>()) {
+Model::Model(const ModelConfig& config, std::optional<std::uint64_t> seed, at::ScalarType matrices)
+    : impl_(std::make_unique<Impl>()) {
   config.validate();
   impl_->config = config;
   ParameterStore store(impl_->parameters, seed);
+  // The residual stream starts with it in float32.
   impl_->embedding = store.matrix("embedding.weight", config.vocab_size, config.hidden_size);
+  store.set_matrix_dtype(matrices);
   for (int i = 0; i < config.num_layers; ++i) {
     impl_->blocks.emplace_back(store, fmt::format("layers.{}.", i), config.of_layer(i));
   }
@@ -97,6 +100,14 @@ void Model::place(at::Device device, at::ScalarType dtype) {
   impl_->device = device;
   impl_->dtype = dtype;
   impl_->table = {};
+}
+
+void Model::fuse() {
+  const at::NoGradGuard no_grad;
+  impl_->parameters.clear();
+  for (Block& block : impl_->blocks) block.fuse(impl_->dtype);
+  impl_->fused_head = impl_->head_weights();
+  impl_->head.reset();
 }
 
 at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) const {
@@ -162,9 +173,11 @@ void Model::Impl::ask_selectors(std::vector<LayerTrace>& trace, const SelectorSa
 }
 
 at::Tensor Model::Impl::head_weights() const {
+  if (fused_head.defined()) return fused_head;
   // cuBLAS has kernels of Hopper for rows of whole 16 bytes alone, and bytes make a vocabulary of 257.
   const std::int64_t whole = device.is_cuda() ? (config.vocab_size + 7) / 8 * 8 : config.vocab_size;
-  return at::constant_pad_nd(head.to(dtype), {0, 0, 0, whole - config.vocab_size});
+  const auto weights = head.to(dtype);
+  return whole == config.vocab_size ? weights : at::constant_pad_nd(weights, {0, 0, 0, whole - config.vocab_size});
 }
 
 at::Tensor Model::Impl::logits(const Residual& x, const LinearWeight& head) const {

@@ -59,8 +59,9 @@ struct ForwardOptions {
 class Model {
  public:
   /// Fresh weights from `seed`, the same for every device, in host memory. Without one their values are whatever the
-  /// memory holds, for a checkpoint that has them all. Throws Error when `config` is invalid.
-  Model(const ModelConfig& config, std::optional<std::uint64_t> seed);
+  /// memory holds, for a checkpoint that has them all. `matrices`: their dtype, other than float32 for a model that
+  /// will be fused. Throws Error when `config` is invalid.
+  Model(const ModelConfig& config, std::optional<std::uint64_t> seed, at::ScalarType matrices = at::kFloat);
   ~Model();
   Model(Model&&) noexcept;
   Model& operator=(Model&&) noexcept;
@@ -76,6 +77,10 @@ class Model {
   void place(at::Device device, at::ScalarType dtype);
   at::Device device() const;
   at::ScalarType compute_dtype() const;
+
+  /// For inference alone: keeps the weights as a forward uses them, in the compute dtype, and frees the parameters, so
+  /// that parameters() is empty. Called last, after place() and loading.
+  void fuse();
 
   /// Logits float32 (total, vocab_size) of the token after each token, on the device. Differentiable unless under
   /// at::NoGradGuard.

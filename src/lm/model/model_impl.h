@@ -14,7 +14,8 @@ struct Model::Impl {
   ModelConfig config;
   NamedTensors parameters;
   at::Tensor embedding, norm;
-  at::Tensor head;  // the embedding where that is tied
+  at::Tensor head;        // the embedding where that is tied
+  at::Tensor fused_head;  // head_weights(), by fuse()
   std::vector<Block> blocks;
   at::Device device = at::kCPU;
   at::ScalarType dtype = at::kFloat;

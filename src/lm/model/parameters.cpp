@@ -19,7 +19,7 @@ at::Tensor ParameterStore::add(const std::string& name, at::Tensor value) {
 }
 
 at::Tensor ParameterStore::normal(const std::string& name, at::IntArrayRef shape, double deviation) {
-  auto values = at::empty(shape);
+  auto values = at::empty(shape, matrix_dtype_);
   return add(name, generator_ ? values.normal_(0, deviation, generator_) : values);
 }
 

@@ -47,6 +47,7 @@ void load_tensors(const std::string& path, const base::SafetensorsFile& file, co
     if (!from.bytes.empty()) {
       const auto host = at::empty(tensor.sizes(), at::kFloat);
       std::memcpy(host.data_ptr<float>(), from.bytes.data(), from.bytes.size());
+      base::SafetensorsFile::release(from);
       tensor.copy_(host);
     }
     stored.erase(it);
@@ -111,12 +112,13 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
   namespace fs = std::filesystem;
   if (is_pretrained(path)) {
     const PretrainedFolder folder(path);
-    LoadedModel loaded{.model = Model(with_changes(folder.config(), changes), 0),
+    LoadedModel loaded{.model = Model(with_changes(folder.config(), changes), std::nullopt, dtype),
                        .tokenizer = folder.tokenizer(),
                        .pretrained = true,
                        .context = folder.context()};
     loaded.model.place(device, dtype);
     folder.load(loaded.model.parameters());
+    loaded.model.fuse();
     return loaded;
   }
   std::error_code error;
@@ -136,13 +138,14 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
     }
   }
   refuse_oversized(file_path.string(), file, model);
-  LoadedModel loaded{.model = Model(model, std::nullopt),
+  LoadedModel loaded{.model = Model(model, std::nullopt, dtype),
                      .tokenizer = config.data.tokenizer,
                      .pretrained = !config.train.init.empty(),
                      .trained_on_tokens = config.data.holds_tokens(),
                      .context = config.train.context};
   loaded.model.place(device, dtype);
   load_tensors(file_path.string(), file, loaded.model.parameters());
+  loaded.model.fuse();
   for (const auto& [name, value] : now.items()) {
     if (before[name] == value) continue;
     fmt::print(stderr, "note: {} = {} by --set, trained with {}\n", name, plain(value), plain(before[name]));

@@ -38,7 +38,7 @@ void refuse_oversized(const std::string& path, const base::SafetensorsFile& file
 /// What config.json in the folder `path`, a run or one of transformers, says of the model. Throws Error.
 ModelConfig read_model_config(const std::string& path);
 
-/// A model, and what its folder says about it.
+/// A model for inference, which is fused, and what its folder says about it.
 struct LoadedModel {
   Model model;
   std::string tokenizer;           // empty: none that this program reads

@@ -336,6 +336,7 @@ void PretrainedFolder::load(const NamedTensors& parameters) const {
     }
     const auto host = at::empty(parameter.sizes(), *dtype);
     std::memcpy(host.mutable_data_ptr(), from->bytes.data(), from->bytes.size());
+    base::SafetensorsFile::release(*from);
     parameter.copy_(host);
     if (const auto message = nonfinite_message(where, {{from->name, parameter}})) throw base::Error(*message);
     stored.erase(it);
