@@ -25,7 +25,7 @@ constexpr Set kSets[] = {NSA_CPU_SETS(NSA_ROW)};
 #if defined(__aarch64__)
 /// BFDOT and BFCVT. Processors that have them have the rest of ARMv8.2 too, which the set is compiled for.
 bool has_neon_bf16() {
-#if defined(__APPLE__)  // compiled for Apple's processors, never run on one
+#if defined(__APPLE__)  // after Apple's documentation, neither compiled nor run on a Mac
   int found = 0;
   std::size_t size = sizeof found;
   return sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &size, nullptr, 0) == 0 && found == 1;
