@@ -71,7 +71,7 @@ def ratios():
         rows.append([f"CPU (2 threads), {title}, over dense attention (torch)", "paper", *cells])
     note = (
         "Recipe: the [default of nsa train](docs/guide/training.md#recipe-or-paper). Below the first row attention "
-        f"alone, in bfloat16, with {bench.blocks()} on the GPU. \\* Dense time extrapolated. Details: "
+        f"alone, in bfloat16, with {bench.blocks().split(' (')[0]} on the GPU. \\* Dense time extrapolated. Details: "
         "[performance](docs/performance.md)."
     )
     return f"{table(rows)}\n\n{fill(note)}"

@@ -15,9 +15,14 @@ def peers_about(result):
 
 
 def peers_table(result, wanted):
-    """A row per length and stage whose name `wanted` accepts."""
+    """A row per length and stage whose name `wanted` accepts; model-like blocks stand for clustered ones."""
     stages = [(length, name, found) for length, of in result["lengths"].items() for name, found in of["stages"].items()]
-    stages = [(length, name, found) for length, name, found in stages if wanted(length, name)]
+    names = {name for _, name, _ in stages}
+    stages = [
+        (length, name, found)
+        for length, name, found in stages
+        if wanted(length, name) and name.replace("clustered", "model-like") not in names - {name}
+    ]
     shown = [name for name in NAMES if any(name in found for _, _, found in stages)]
     rows = [["length", "stage", *(NAMES[name] for name in shown)]]
     rows += [[length, name, *(pair(found.get(one)) for one in shown)] for length, name, found in stages]
@@ -34,8 +39,7 @@ def peers():
     yield peers_about(result)
     yield table_with_dense(result)
     yield fill(
-        "Each stage as a call of its own. End to end this library selects blocks within the compressed attention, and "
-        "adds the branches within the window's, so it takes less than the sum of these."
+        "Each stage as a call of its own. End to end, this library joins some."
     )
     yield peers_table(result, lambda length, name: length == "65536" and not whole_or_dense(length, name))
     wide = read("peers_192.json")
