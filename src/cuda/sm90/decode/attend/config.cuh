@@ -12,6 +12,8 @@ namespace nsa::cuda::sm90::decode {
 /// kFloat8: keys and values are in e4m3 and are multiplied in float16. kRanks, kWarps: as in ClusterShape.
 template <class T, int Dk, int Dv, int kOfTiles, bool kInFloat8, int kOfRanks, int kOfWarps, int kOfKeyTiles>
 struct StepShape {
+  using Input = T;
+  static constexpr int kKeyDim = Dk, kValueDim = Dv;
   static constexpr int kTiles = kOfTiles;
   static constexpr bool kFloat8 = kInFloat8;
   static constexpr ClusterShape kShape{kOfRanks, kOfWarps, kOfKeyTiles};
@@ -46,6 +48,13 @@ struct StepShape {
   static_assert(kSums <= kWarpRing && kColumns % kSplits == 0 && kColumns % kRanks == 0);
 };
 
+/// Dynamic shared memory: the ring, then what StepMemory names.
+extern __shared__ __align__(128) char step_memory[];
+
+/// A warp's tile of queries as A operands.
+template <class S>
+using QueryFragments = std::uint32_t[S::kKeyDim / 16][4];
+
 /// Maxima in base-2 key tiles and sums of softmaxes of compressed keys: of a thread block, read by the others, and
 /// totals as in RowMemory. For heads that are another cluster's.
 template <class S>
@@ -61,6 +70,13 @@ struct RowMemory {
   float2 totals[kBranches][S::kRows];    // of the cluster: maximum and 1 / sum, {0, 0}: sees nothing
   float factors[S::kRanks][S::kRows];    // of the thread blocks' shares of the selected branch
   float gates[kBranches][S::kRows];
+};
+
+/// A thread's warp, and the tile of rows that it shares with the warps of other splits.
+template <class S>
+struct StepWarp {
+  RowMemory<S>& rows;
+  int lane, warp, tile, split;
 };
 
 }  // namespace nsa::cuda::sm90::decode
