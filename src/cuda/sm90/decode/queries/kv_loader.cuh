@@ -9,6 +9,27 @@
 
 namespace nsa::cuda::sm90::decode {
 
+template <class T, int D>
+struct QueriesTile {
+  static constexpr int kQueries = QueriesMemory::kQueries, kGroups = QueriesMemory::kGroups;
+  static constexpr int kKeys = QueriesMemory::kKeys, kSlots = QueriesMemory::kSlots;
+  static constexpr int kCopiers = 2;  // warps that copy for a warpgroup
+  static constexpr int kComputing = kGroups * 128, kThreads = kComputing + 128, kRows = kQueries * kTileRows;
+  static constexpr int kComputeRegisters = 216, kCopyRegisters = 72;  // 2 * 216 + 72 = 3 * 168
+  static constexpr int kPanel = kKeys * 128, kTile = kKeys * D * 2;   // bytes, of keys or values
+  static constexpr int kGroupRing = kSlots * kTile, kRing = kGroups * kGroupRing;
+  static constexpr int kHalf = D / 16;           // tiles of eight columns of half of the columns
+  static constexpr int kExchange = kHalf * 512;  // bytes of a warp
+};
+
+/// Maxima in base-2 key tiles and sums of softmaxes of each warpgroup, gates, barriers of the rings and of turns.
+template <class S>
+struct QueriesRows {
+  float2 softmaxes[2][S::kGroups][S::kRows];
+  float gates[kBranches][S::kRows];
+  std::uint64_t barriers[S::kGroups][Pipeline<S::kSlots>::kBarriers], turn[2];
+};
+
 enum class QueriesBarrier {
   kComputing = 1,  // all computing warps
   kLists = 2,      // lists of blocks are made: all warps

@@ -10,43 +10,16 @@
 //   compressed keys │ window │ compressed keys again, for the choice, now that their softmax is known │ choice │
 //   selected blocks │ outputs
 //
+// Keys and values are loaded in kv_loader.cuh, attended to and weighed for the choice in attention.cuh.
+//
 // Zero times a value that is not finite would leak to other queries: where an output is not finite, each query is
 // served again by itself, and nothing is loaded that it does not see.
-#include "cuda/sm90/common/forward_pipeline.cuh"
+#include "cuda/sm90/decode/queries/attention.cuh"
 #include "cuda/sm90/decode/queries/kv_loader.cuh"
 #include "cuda/sm90/decode/sequence_order.cuh"
 
 namespace nsa::cuda::sm90::decode {
 namespace {
-
-template <class T, int D>
-struct QueriesTile {
-  static constexpr int kQueries = QueriesMemory::kQueries, kGroups = QueriesMemory::kGroups;
-  static constexpr int kKeys = QueriesMemory::kKeys, kSlots = QueriesMemory::kSlots;
-  static constexpr int kCopiers = 2;  // warps that copy for a warpgroup
-  static constexpr int kComputing = kGroups * 128, kThreads = kComputing + 128, kRows = kQueries * kTileRows;
-  static constexpr int kComputeRegisters = 216, kCopyRegisters = 72;  // 2 * 216 + 72 = 3 * 168
-  static constexpr int kPanel = kKeys * 128, kTile = kKeys * D * 2;   // bytes, of keys or values
-  static constexpr int kGroupRing = kSlots * kTile, kRing = kGroups * kGroupRing;
-  static constexpr int kHalf = D / 16;           // tiles of eight columns of half of the columns
-  static constexpr int kExchange = kHalf * 512;  // bytes of a warp
-};
-
-/// Maxima in base-2 key tiles and sums of softmaxes of each warpgroup, gates, barriers of the rings and of turns.
-template <class S>
-struct QueriesRows {
-  float2 softmaxes[2][S::kGroups][S::kRows];
-  float gates[kBranches][S::kRows];
-  std::uint64_t barriers[S::kGroups][Pipeline<S::kSlots>::kBarriers], turn[2];
-};
-
-/// Of four numbers of each of four neighbouring lanes: the i-th lane has the sum of the i-th ones.
-__device__ __forceinline__ float quad_sums(const float (&x)[4], int lane) {
-  const auto add = [](bool upper, float low, float high, int distance) {
-    return (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, distance);
-  };
-  return add(lane & 2, add(lane & 1, x[0], x[1], 1), add(lane & 1, x[2], x[3], 1), 2);
-}
 
 template <class S, class T, int D>
 __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __grid_constant__ StepAttendArgs args) {
@@ -170,18 +143,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
     }
   }
 
-  SlotState<S::kSlots> filled;
-  /// The next slot, once it is filled; before products read it: fence_async().
-  const auto take = [&] {
-    barriers.wait(filled);
-    const int slot = filled.stage();
-    filled.advance();
-    return slot;
-  };
-  const auto release = [&](int slot) {
-    if (lane == 0) barriers.release(slot);
-  };
   bool fits = true;
+  SlotState<S::kSlots> filled;
 #pragma unroll 1
   for (int turn = 0;; ++turn) {
     // The active queries, first to last.
@@ -191,30 +154,12 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
               last_position = request.before + first_query + last;
 
     float s[S::kKeys / 2];
-    const auto multiply_keys = [&](int slot) {
-      const std::uint32_t k_tile = descriptor(ring + slot * S::kTile, 16);
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < D / 16; ++k)
-        wgmma<T, S::kKeys, false>(s, q[k], full_descriptor(k_tile + k / 4 * (S::kPanel / 16) + k % 4 * 2), k != 0);
-      wgmma_commit();
-    };
     int begin, end;  // of the keys that the query sees
-    /// Whether there are keys of the tile at `key` that the query does not see: it sees begin ... end - 1.
-    const auto partly = [&](int key, int end) {
-      return __any_sync(0xffffffffu, begin > key || end < key + S::kKeys) != 0;
-    };
-    const auto mask = [&](int key, int end) {
-      const int low = begin - key - 2 * (lane & 3), high = end - key - 2 * (lane & 3);
-#pragma unroll
-      for (int e = 0; e < S::kKeys / 4; ++e) {
-        const int at = e / 2 * 8 + e % 2, i = e / 2 * 4 + e % 2;
-        if (at < low || at >= high) s[i] = s[i + 2] = -INFINITY;
-      }
-    };
-
+    TileScores<S, T, D> scores{ring, barriers, filled, q, s, begin, lane};
     SoftmaxReference reference;
     float sum[2], acc[D / 2];
+    float known[S::kHalf][4];      // the warp's half of the columns, of the branches so far
+    float logarithms[2] = {0, 0};  // of the softmaxes of compressed keys
     const auto attend = [&](int branch) {
       const BranchTiles tiles(args, branch, first_position, last_position, group, together);
       begin = branch == kWindow ? max(position - args.window + 1, 0) : 0;
@@ -223,124 +168,13 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) acc[i] = 0;
       if (tiles.count == 0) return;
-      /// What the query sees of a tile.
-      struct Seen {
-        int key, end;
-        bool partial;
-      };
-      const auto see = [&](int tile) {
-        const int entry = branch == kSelected ? tiles.entry(tile) : 0,
-                  key = tiles.key_of(tile, entry, shape.log2_block);
-        int seen = end;
-        if (branch == kSelected)
-          seen = owner && (entry >> (mine & 1) & 1) ? min(end, key + (1 << shape.log2_block)) : 0;
-        return Seen{key, seen, partly(key, seen)};
-      };
-      // Sums before it are to be scaled where it returns true.
-      const auto softmax = [&](const Seen& seen) {
-        if (seen.partial) mask(seen.key, seen.end);
-        float maxima[2];
-        row_maxima<S::kKeys>(s, scale, maxima);
-        const bool grown = reference.follow(maxima, [&](int i) { sum[i] *= reference.factor[i]; });
-        const float shifts[2] = {reference.shift(0), reference.shift(1)};
-#pragma unroll
-        for (int i = 0; i < S::kKeys / 2; ++i) {
-          s[i] = exp2_fast(fmaf(s[i], scale, shifts[i / 2 % 2]));
-          sum[i / 2 % 2] += s[i];
-        }
-        return grown;
-      };
-      std::uint32_t probabilities[S::kKeys / 4];
-      const int first_slot = take();
-      fence_async();
-      multiply_keys(first_slot);
-      wgmma_wait<0>();
-      release(first_slot);
-      softmax(see(0));
-      pack_rows<T, S::kKeys>(probabilities, s);
-      const auto add_values = [&](int slot) {
-        gemm_rs<T, D, S::kKeys>(acc, probabilities, descriptor(ring + slot * S::kTile, S::kPanel));
-      };
-#pragma unroll 1
-      for (int tile = 1; tile < tiles.count; ++tile) {
-        const Seen seen = see(tile);
-        const int values_slot = take(), keys_slot = take();
-        fence_async();
-        multiply_keys(keys_slot);
-        add_values(values_slot);
-        wgmma_wait<1>();
-        release(keys_slot);
-        const bool grown = softmax(seen);
-        wgmma_wait<0>();
-        release(values_slot);
-        if (grown) {
-#pragma unroll
-          for (int i = 0; i < D / 2; ++i) acc[i] *= reference.factor[i / 2 % 2];
-        }
-        pack_rows<T, S::kKeys>(probabilities, s);
-      }
-      const int last_slot = take();
-      fence_async();
-      add_values(last_slot);
-      wgmma_wait<0>();
-      release(last_slot);
+      attend_tiles<S, T, D>(scores, tiles, branch, shape, end, owner, mine, scale, reference, sum, acc);
     };
 
-    /// The compressed keys once more: importances from what they share of each head's softmax. logarithms: of the rows'
-    /// softmaxes, base 2. Probabilities are made larger by 2^14, so that float16 has them all.
-    const auto weigh = [&](const float(&logarithms)[2]) {
+    const auto weigh = [&] {
       const BranchTiles tiles(args, kCompressed, first_position, last_position, group, together);
-      const int lane = lane_id();  // nothing of this is to be kept in registers before
-      const BlockWeights first_blocks(shape, 0, lane), beyond(shape, 8, lane);
-      const std::uint32_t weights[4] = {first_blocks.b[0], beyond.b[0], first_blocks.b[1], beyond.b[1]};
-      const float shifts[2] = {14 - logarithms[0], 14 - logarithms[1]};
-      const std::uint32_t counted[2] = {lane / 4 < p.group ? ~0u : 0, lane / 4 + 8 < p.group ? ~0u : 0};
       begin = 0, end = active ? compressed : 0;
-      const auto next_scores = [&] {
-        const int slot = take();
-        fence_async();
-        multiply_keys(slot);
-        return slot;
-      };
-      if (tiles.count == 0) return;
-      /// Beside the next tile's scores, if there is one.
-      const auto weigh_tile = [&](int tile, int& slot, auto has_next) {
-        const int key = tiles.key_of(tile, 0, 0);
-        const bool partial = partly(key, end);
-        wgmma_wait<0>();
-        release(slot);
-        if (partial) mask(key, end);
-        std::uint32_t shares[S::kKeys / 4];
-#pragma unroll
-        for (int i = 0; i < S::kKeys / 2; ++i) s[i] = exp2_fast(fmaf(s[i], scale, shifts[i / 2 % 2]));
-        pack_rows<Half, S::kKeys>(shares, s);
-        if constexpr (has_next) slot = next_scores();
-#pragma unroll
-        for (int i = 0; i < S::kKeys / 4; ++i) shares[i] &= counted[i % 2];
-        // Of each key tile what its blocks have of the lane's rows, and what the next one's first block has; then lane
-        // 4 r
-        // + u has block r of key tile u.
-        static_assert(S::kKeys / kTileKeys == 4);
-        float low[4], high[4];
-#pragma unroll
-        for (int u = 0; u < 4; ++u) {
-          float of_blocks[4] = {};
-#pragma unroll
-          for (int i = 0; i < 2; ++i) mma(Half{}, of_blocks, weights, shares[4 * u + i], shares[4 * u + 2 + i]);
-          low[u] = of_blocks[0] + of_blocks[1], high[u] = of_blocks[2] + of_blocks[3];
-        }
-        const int key_tile = key / kTileKeys + (lane & 3), block = lane / 4;
-        const float of_block = quad_sums(low, lane),
-                    beyond_all = shape.blocks() == 8 ? quad_sums(high, lane) : of_block;
-        if (key_tile * kTileKeys < end) {
-          if (block < shape.blocks()) importances.blocks[(key_tile << shape.log2_blocks()) + block] = of_block;
-          if (block == (shape.blocks() & 7)) importances.crossings[key_tile] = beyond_all;
-        }
-      };
-      int slot = next_scores();
-#pragma unroll 1
-      for (int tile = 0; tile < tiles.count - 1; ++tile) weigh_tile(tile, slot, std::true_type{});
-      weigh_tile(tiles.count - 1, slot, std::false_type{});
+      weigh_tiles<S, T, D>(scores, tiles, shape, end, p.group, scale, logarithms, importances);
     };
     const auto clear_sums = [&] {
       const int used = (Candidates(args, last_position).count >> shape.log2_blocks()) + 1;
@@ -375,8 +209,6 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
       unite_lists();
     }
 
-    float known[S::kHalf][4];      // the warp's half of the columns, of the branches so far
-    float logarithms[2] = {0, 0};  // of the softmaxes of compressed keys
     /// The warpgroups' sums of a branch together, each warp half of the columns of its query.
     const auto merge = [&](int branch) {
       const int lane = lane_id();
@@ -448,7 +280,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
       if (warp_uniform(weighs(last_position))) {
         clear_sums();
         sync();
-        weigh(logarithms);
+        weigh();
         sync();
       }
       find_blocks(args, memory + mine * (S::kRing / S::kQueries), importances, list, position, active,
