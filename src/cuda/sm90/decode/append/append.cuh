@@ -99,8 +99,12 @@ __device__ __forceinline__ void append(const AppendCompressArgs& args, int b) {
   }
   const bool fits = has_capacity(args, request, b);
   if (threadIdx.x == 0) {
-    args.plan[b] = {max(request.before, 0), fits ? request.added : 0, b, fits ? request.completed : 0, 0,
-                    request.q_begin};
+    args.plan[b] = {.before = max(request.before, 0),
+                    .added = fits ? request.added : 0,
+                    .sequence = b,
+                    .completed = fits ? request.completed : 0,
+                    .served = 0,
+                    .q_begin = request.q_begin};
     if (request.added > 0 && !fits) *args.overflow = 1;
   }
   if (p.starts) clear_rows<T>(args, request, b);
