@@ -1,4 +1,4 @@
-// The inverse of the selection: which queries chose each block (inverse_index.cuh).
+// The inverse of the selection: which queries chose each block (inverse_index.cu).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,7 @@
 
 namespace nsa::cuda {
 
-/// The queries that chose each block, ascending, block after block: the inverse index (inverse_index.cuh).
+/// The queries that chose each block, ascending, block after block: the inverse index (inverse_index.cu).
 struct InverseIndex {
   int block_size = 0;
   int tiles_per_block = 0;    // key tiles of 64

@@ -1,5 +1,5 @@
 // dK and dV: a thread block owns up to 64 keys of one KV head, sixteen per warp, and walks the query rows that see
-// them: neighbouring queries (window, compressed) or the queries that chose the block (a list, see inverse_index.cuh).
+// them: neighbouring queries (window, compressed) or the queries that chose the block (a list, see inverse_index.cu).
 // Long walks are cut into items of `chunk` queries whose float32 partial sums are added in order by sum_partials. In
 // 16-bit types the compressed branch's dS can stay in memory for range_d_q (DsBuffer in params.h).
 #pragma once

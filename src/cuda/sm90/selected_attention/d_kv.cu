@@ -1,5 +1,5 @@
 // dK and dV of the selected blocks. The scheme is that of d_kv_mainloop.cuh: a thread block takes 64 keys of one KV
-// head and the queries that chose their block, from the lists of inverse_index.cuh; the warpgroups take alternate
+// head and the queries that chose their block, from the lists of inverse_index.cu; the warpgroups take alternate
 // stages and their sums are added at the end. The rows of a stage are gathered by a copy for each query, or for each
 // row where queries have few.
 //
