@@ -112,7 +112,8 @@ class EngineCache {
     const Tensor indices = make_tensor(DType::kInt32, c_.kv_heads, c_.cfg.topk);
     p.o = given(o), p.indices = given(indices);
     const std::vector<double> before = values_of(lengths);
-    const Status status = (most > kMaxDecodeTokens ? under_test.prefill : under_test.decode)(p, {c_.backend, 1});
+    const auto call = most > kMaxDecodeTokens ? under_test.prefill : under_test.decode;
+    const Status status = call(p, {c_.backend, 2});  // threads: the library's own cache is fed by one
     if (options_.caller_lengths) {
       EXPECT_EQ(values_of(lengths), before);
     }
@@ -238,12 +239,14 @@ TEST_P(EngineShaped, TheBitsOfRingsInMemoryThatBranchesShare) {
   expect_bits_of_rings(c, {{0, 40}, {16, 0}, {3, 1}, {0, 0}, {0, 7}, {9, 0}, {16, 16}, {40, 2}}, {kShared});
 }
 
-/// A case for each head dim, size of pages and type of cache, long enough for the kernels of a forward pass.
+/// A case for each head dim, size of pages and type of cache, long enough for the kernels of a forward pass, which the
+/// oracle does not have.
 std::vector<StreamCase> chunk_cases(std::int64_t batch, std::int64_t length) {
   std::set<std::tuple<std::int64_t, std::int64_t, bool>> seen;
   std::vector<StreamCase> cases;
   for (StreamCase c : decode_cases()) {
-    if (c.dtype != DType::kBFloat16 || !seen.insert({c.dk, c.page_size, c.float8()}).second) continue;
+    if (c.backend == Backend::kReference || c.dtype != DType::kBFloat16) continue;
+    if (!seen.insert({c.dk, c.page_size, c.float8()}).second) continue;
     c.batch = batch, c.length = length, c.group = 16, c.cfg = {16, 8, 32, 5, 1, 2, 40};
     cases.push_back(c);
   }
