@@ -241,9 +241,9 @@ LINE = json.dumps({"text": "some text " * 40})
         ("a.bin", b"\xff\xff\xff\xff", ["--vocab-size", 2**20], "a.bin: token 0 = 4294967295: must be"),
         ("a.txt", "text", ["--vocab-size", 300], "1 files not named .bin"),
         ("a.txt.gz", b"text", [], "a.txt.gz: no gzip, or damaged"),
-        ("a.txt.gz", gzip.compress(b"text" * 999)[:-9], [], "a.txt.gz: gzip that ends too early"),
-        ("a.txt.gz", gzip.compress(b"text") + b"more", [], "a.txt.gz: no gzip, or damaged"),
-        ("a.txt.gz", gzip.compress(b"text")[:-8] + bytes(8), [], "a.txt.gz: no gzip, or damaged"),
+        ("a.txt.gz", gzip.compress(b"text" * 999, mtime=0)[:-9], [], "a.txt.gz: gzip that ends too early"),
+        ("a.txt.gz", gzip.compress(b"text", mtime=0) + b"more", [], "a.txt.gz: no gzip, or damaged"),
+        ("a.txt.gz", gzip.compress(b"text", mtime=0)[:-8] + bytes(8), [], "a.txt.gz: no gzip, or damaged"),
         ("a.txt.gz", b"", [], "a.txt.gz: no gzip, or damaged"),
     ],
 )
