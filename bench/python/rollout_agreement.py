@@ -4,7 +4,8 @@
 
 A random Llama with the recipe's blocks samples with a KV cache. Then the training forward computes the log-
 probabilities of the same tokens. By layer: the share of (token, KV head) whose selection differs without the record.
-Times are medians of decode steps and training steps, taking turns.
+Times are medians of decode steps and training steps, taking turns. --decode-only: of decode steps alone, for shapes
+that a training step has no memory for.
 """
 
 import argparse
@@ -80,9 +81,14 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--train-dtype", help="of the trainer, default --dtype")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--decode-only", action="store_true")
     parser.add_argument("--json")
     options = parser.parse_args()
     rollout = make_model(options).eval()
+    if options.decode_only:
+        prompt = torch.randint(512, (options.batch, options.length), device=options.device)
+        finish(options, {"arguments": vars(options), "decode": decode_times(rollout, prompt, options.repeats)})
+        return
     trainer = rollout
     if options.train_dtype:
         trainer = make_model(options).to(getattr(torch, options.train_dtype)).eval()
@@ -129,6 +135,10 @@ def main() -> None:
     tokens = sum(len(record) for record in records) * options.layers
     memory = records[0].indices[0, 0].numel() * records[0].indices.element_size()
     results["bytes_per_token_and_layer"] = {"in memory": memory, "packed": packed / tokens}
+    finish(options, results)
+
+
+def finish(options: argparse.Namespace, results: dict[str, Any]) -> None:
     print(json.dumps(results, indent=1))
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
