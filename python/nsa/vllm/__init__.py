@@ -68,7 +68,10 @@ class EngineConfig:
     def verify_and_update_config(vllm_config: Any) -> None:
         """Refuses what is not supported and chooses the scheduler."""
         check_supported(vllm_config)
-        vllm_config.scheduler_config.scheduler_cls = "nsa.vllm._scheduler.make_scheduler"
+        scheduler = vllm_config.scheduler_config
+        scheduler.scheduler_cls = "nsa.vllm._scheduler.make_scheduler"
+        if records_selections(vllm_config):
+            scheduler.async_scheduling = False  # or vLLM would choose True on a GPU
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:

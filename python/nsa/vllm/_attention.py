@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -116,13 +117,16 @@ def map_selections(vllm_config: VllmConfig, num_pages: int) -> Tensor:
     return torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
 
-def _on_device(memory: Tensor, device: torch.device) -> Tensor:
-    """The same memory for kernels of the device."""
+def _on_device(memory: Tensor, device: torch.device, owner: object) -> Tensor:
+    """The same memory for kernels of the device, which `owner` keeps as long as it lives."""
     if device.type == "cpu":
         return memory
     from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    # Before it is unmapped, or another engine of this process could not register memory at this address.
+    weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
     return get_accelerator_view_from_cpu_tensor(memory)
 
 
@@ -181,7 +185,7 @@ class NsaMetadataBuilder(AttentionMetadataBuilder[NsaMetadata]):
         raw = self._repeat(table)
         if self.selections is None and records_selections(self.vllm_config):
             memory = map_selections(self.vllm_config, self.layer.kv_cache.shape[0])
-            self.selections = _on_device(memory, table.device)
+            self.selections = _on_device(memory, table.device, self)
         parts = []
         for first, last in ((0, decodes), (decodes, requests)):
             if first == last:

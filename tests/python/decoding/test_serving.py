@@ -10,7 +10,7 @@ import torch
 import nsa
 from devices import head_dims, here, on_gpu
 from nsa.serving import LayerCache, Step, allocate, decode_paged, fork
-from nsa.vllm import check_supported
+from nsa.vllm import EngineConfig, check_supported
 from scheduler import CFG, DIM, HEADS, KV_HEADS, LAYERS, LONGEST, MAX_LENGTH, Engine, Model
 
 
@@ -605,3 +605,6 @@ def test_what_the_plug_in_for_vllm_refuses():
     ):
         with pytest.raises(ValueError, match=message):
             check_supported(config(**{part: changes}))
+    recording = config(scheduler_config={"async_scheduling": None}, additional_config={"record_selections": True})
+    EngineConfig.verify_and_update_config(recording)
+    assert recording.scheduler_config.async_scheduling is False  # vLLM would turn None into True on a GPU
