@@ -43,7 +43,7 @@ def make_model(folder: str) -> None:
         num_key_value_heads=2,
         vocab_size=len(words),
         num_hidden_layers=3,
-        head_dim=32,
+        head_dim=64,
         max_position_embeddings=4096,
         initializer_range=0.2,
         bos_token_id=None,

@@ -21,16 +21,20 @@ os.environ.update(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        "TRITON_F32_DEFAULT": "ieee",  # or the dense layers' kernel on a GPU rounds to TF32
     }
 )
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # parts of vLLM compile even with enforce_eager
 
 import torch
+from vllm.platforms import current_platform
 
 import nsa.hf
 import nsa.vllm
 
+DEVICE = "cuda" if current_platform.is_cuda() else "cpu"
+ON_GPU = {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.05}  # the latter only has to be free
 SIZES = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -38,7 +42,7 @@ SIZES = {
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": 64,
     "max_position_embeddings": 4096,
     "initializer_range": 0.2,
 }
@@ -46,7 +50,7 @@ PAPER = {"topk": 4, "window_size": 64, "share_kv": True}
 RECIPE = {"kernel_size": 8, "kernel_stride": 8, "block_size": 32, "topk": 6, "window_size": 64, "share_kv": True}
 PARTIAL = {"rope_type": "proportional", "rope_theta": 500000.0, "partial_rotary_factor": 0.5}
 MODELS: dict[str, dict[str, Any]] = {
-    "paper": {"nsa": PAPER},
+    "paper": {"nsa": PAPER, "head_dim": 128},
     "recipe": {"nsa": RECIPE},
     "partial": {"nsa": RECIPE, "rope_parameters": PARTIAL, "dense_layers": [0]},
     "dense": {"nsa": PAPER, "dense_layers": [1]},
@@ -104,13 +108,13 @@ def answers(folder: Path, prompts: list[list[int]], new: int) -> list[Answer]:
 def _answers(folder: Path, prompts: list[list[int]], new: int) -> Iterator[Answer]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).to(DEVICE).eval()
     model.generation_config.eos_token_id = None
     if folder.name == "fp8":
         stored = {"dtype": torch.float8_e4m3fn, "raw_dtype": torch.float32}
         nsa.hf.cache.KVCache = lambda *given, dtype, **options: nsa.KVCache(*given, **stored, **options)
     for prompt in prompts:
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=DEVICE)
         with nsa.replay.record(model):
             out = model.generate(
                 ids,
@@ -122,7 +126,8 @@ def _answers(folder: Path, prompts: list[list[int]], new: int) -> Iterator[Answe
                 return_dict_in_generate=True,
             )
         (record,) = nsa.replay.collect(out.cache)
-        yield Answer(out.sequences[0, len(prompt) :].tolist(), out.logits[0][0].log_softmax(-1), record.indices)
+        logprobs = out.logits[0][0].log_softmax(-1).cpu()
+        yield Answer(out.sequences[0, len(prompt) :].tolist(), logprobs, record.indices.cpu())
 
 
 def prompts_of(lengths: list[int], shared: int = 0, seed: int = 1) -> list[list[int]]:
@@ -146,6 +151,7 @@ def engine(folder: Path, **options: Any) -> Iterator[Any]:
         "max_num_seqs": 8,
         "block_size": 64,
         "disable_log_stats": False,
+        **(ON_GPU if DEVICE == "cuda" else {}),
     }
     llm = LLM(model=str(folder), **{**defaults, **options})
     try:
@@ -189,16 +195,16 @@ def assert_training_agrees(folder: Path, llm: Any, outputs: list[Any]) -> None:
     """With the recorded blocks a training forward of nsa.hf has the engine's log-probabilities."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    model = AutoModelForCausalLM.from_pretrained(folder).to(DEVICE).train()
     for output in outputs:
         prompt, completion = output.prompt_token_ids, output.outputs[0]
-        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        ids = torch.tensor([[*prompt, *completion.token_ids]], device=DEVICE)
         with nsa.replay.replay(model, nsa.vllm.selections(llm, output), compare=True) as found:
             logprobs = model(ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].log_softmax(-1)
         assert [different for different, _ in found.by_layer()] == [0] * len(found.by_layer())
         sampled = [given[token].logprob for token, given in zip(completion.token_ids, completion.logprobs, strict=True)]
         torch.testing.assert_close(
-            logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0], torch.tensor(sampled), atol=1e-5, rtol=0
+            logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu(), torch.tensor(sampled), atol=1e-5, rtol=0
         )
 
 

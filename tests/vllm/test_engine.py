@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from packaging.version import Version
 
 import nsa.vllm
 from engine import (
+    DEVICE,
+    ON_GPU,
     RECORDING,
     answers,
     assert_equal,
@@ -64,6 +67,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_equal_those_of_hf(case, folder):
     name, options, shared = CASES[case]
+    if DEVICE == "cuda" and options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
     prompts = prompts_of(LENGTHS, shared)
     truth = answers(folder(name), prompts, 40)
     with engine(folder(name), **options) as llm:
@@ -74,6 +79,33 @@ def test_tokens_equal_those_of_hf(case, folder):
             assert_selections_equal(llm, again, truth)
     page = options.get("block_size", 64)
     assert all(out.num_cached_tokens >= (len(out.prompt_token_ids) - 1) // page * page for out in again)
+
+
+GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+"""Whole decode steps as CUDA graphs."""
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """A list of the CUDA graphs that are replayed."""
+    found, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (found.append(graph), replay(graph))[1])
+    return found
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize(("name", "options"), (("paper", RECORDING), ("qwen3", {}), ("fp8", {"kv_cache_dtype": "fp8"})))
+def test_cuda_graphs(name, options, folder, replays):
+    prompts = prompts_of(LENGTHS, 64)
+    truth = answers(folder(name), prompts, 40)
+    with engine(folder(name), max_num_batched_tokens=128, **GRAPHS, **options) as llm:
+        for _ in range(2):
+            replays.clear()
+            outputs = generate(llm, prompts, 40)
+            assert_equal(outputs, truth)
+            assert len(replays) >= 38  # the last prompt's decode steps, and no fewer graphs than steps
+        if options == RECORDING:
+            assert_selections_equal(llm, outputs, truth)
 
 
 def test_preempted_requests(folder):
@@ -92,22 +124,32 @@ def test_preempted_requests(folder):
         with pytest.raises(ValueError, match=r"outputs\[0\]: has no selections"):
             outputs[0].outputs[0].routed_experts = None
             nsa.vllm.selections(llm, outputs[0])
-    assert not list(Path("/dev/shm").glob("nsa-*"))
+        name = f"nsa-{llm.llm_engine.vllm_config.instance_id}-*"
+    assert not list(Path("/dev/shm").glob(name))
 
 
 def row_by_row(function):
     """The function for each row alone: libraries take other instructions for more rows, or for a tensor's end."""
-    return lambda x, *others: torch.cat([function(row, *others) for row in x.split(1)])
+    return lambda x, *others, **named: torch.cat([function(row, *others, **named) for row in x.split(1)])
 
 
 def make_linear_layers_invariant(model):
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
             module.cpu_linear = row_by_row(module.cpu_linear)
+        elif DEVICE == "cuda" and hasattr(module, "quant_method"):
+            module.quant_method.apply = row_by_row_of_layer(module.quant_method.apply)
+
+
+def row_by_row_of_layer(apply):
+    return lambda layer, x, *others, **named: row_by_row(partial(apply, layer))(x, *others, **named)
 
 
 def test_bits_do_not_depend_on_the_batch(folder, monkeypatch):
-    """Where nothing but the linear layers and the sigmoid depends on other rows: both are taken row by row here."""
+    """Where nothing but the linear layers and the sigmoid depends on other rows: both are taken row by row here.
+
+    On a GPU this holds for steps of up to 16 tokens by the kernels for Hopper, so prompts come from the prefix cache.
+    """
     monkeypatch.setattr(torch, "sigmoid", row_by_row(torch.sigmoid))
     monkeypatch.setenv("NSA_BATCH_INVARIANT", "1")
 
@@ -115,12 +157,15 @@ def test_bits_do_not_depend_on_the_batch(folder, monkeypatch):
         return [(out.prompt_logprobs, out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outputs]
 
     prompts = prompts_of([5, 33, 130, 301])
-    with engine(folder("recipe"), enable_prefix_caching=False, max_num_batched_tokens=128) as llm:
+    options, sampling = {"enable_prefix_caching": False, "max_num_batched_tokens": 128}, {"prompt_logprobs": 3}
+    if DEVICE == "cuda":
+        options, sampling = {"dtype": "bfloat16", "block_size": 16}, {}
+    with engine(folder("recipe"), **options) as llm:
         llm.apply_model(make_linear_layers_invariant)
-        together = numbers(generate(llm, prompts, 16, prompt_logprobs=3))
-        assert together == [
-            number for prompt in prompts for number in numbers(generate(llm, [prompt], 16, prompt_logprobs=3))
-        ]
+        if DEVICE == "cuda":
+            generate(llm, prompts, 16)
+        together = numbers(generate(llm, prompts, 16, **sampling))
+        assert together == [number for prompt in prompts for number in numbers(generate(llm, [prompt], 16, **sampling))]
 
 
 @pytest.mark.parametrize(
@@ -181,25 +226,27 @@ type(current_platform).get_cpu_architecture = classmethod(lambda _: kind)
 prompts, path = prompts_of(LENGTHS, 64), Path(sys.argv[1])
 truth = answers(path, prompts, 40)
 with engine(path, enforce_eager=False, max_num_batched_tokens=128) as llm:
-    assert llm.llm_engine.vllm_config.compilation_config.mode != 0
+    compiled = llm.llm_engine.vllm_config.compilation_config
+    assert compiled.mode != 0 and (DEVICE == "cpu" or compiled.cudagraph_mode.name == "FULL_AND_PIECEWISE")
     assert_equal(generate(llm, prompts, 40), truth)
 """
 
 
 def test_compiled(folder):
-    """The model as vLLM traces and compiles it, with its attention as one operator."""
+    """The model as vLLM traces and compiles it, with its attention as one operator; on a GPU with its graphs."""
     answers(folder("qwen3"), prompts_of(LENGTHS, 64), 40)
     command = [sys.executable, "-c", COMPILED, str(folder("qwen3"))]
     environment = os.environ | {"TORCHDYNAMO_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
     subprocess.run(command, check=True, cwd=Path(__file__).parent, env=environment)
 
 
-def test_rejected_drafts(folder):
+@pytest.mark.parametrize("options", [{}, *([GRAPHS] if DEVICE == "cuda" else [])], ids=str)
+def test_rejected_drafts(options, folder):
     """The last engine of this process: numba, which proposes these drafts, keeps vLLM 0.32 from starting another."""
     prompts = [prompt * 2 for prompt in prompts_of([20, 65, 120])]
     truth = answers(folder("echo"), prompts, 60)
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    with engine(folder("echo"), speculative_config=drafts, **RECORDING) as llm:
+    with engine(folder("echo"), speculative_config=drafts, **RECORDING, **options) as llm:
         outputs = generate(llm, prompts, 60)
         assert_equal(outputs, truth)
         assert_selections_equal(llm, outputs, truth)
@@ -216,6 +263,8 @@ def test_server(folder, monkeypatch):
     prompts = prompts_of([40, 150, 300, 7], seed=3)
     truth = answers(folder("served"), prompts, 24)
     options = "--dtype float32 --max-model-len 1024 --enforce-eager --block-size 32 --max-num-seqs 4".split()
+    if DEVICE == "cuda":
+        options += [f"--{name.replace('_', '-')}={value}" for name, value in ON_GPU.items()]
     with serve(str(folder("served")), *options) as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none")
 
@@ -262,6 +311,7 @@ def running(url):
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running"))
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="--tiny is for the CPU")
 def test_speed_program(tmp_path):
     """On a GPU it measures; here a tiny model runs through all of its parts."""
     pytest.importorskip("transformers", minversion="5.24")
