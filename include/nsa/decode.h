@@ -63,9 +63,11 @@ struct DecodeParams {
   CompressionWeights weights_k, weights_v;
   NSAConfig cfg;
   std::optional<double> softmax_scale;
-  // float32 (max_positions, Dk / 2), optional: rotates compressed key i by position i * d. On a device the table length
-  // is not checked. Tables must cover every position up to the end of the last page.
+  // float32 (max_positions, Dk / 2), optional: rotates compressed key i by position i * d.
   TensorView rope_cos, rope_sin;
+  /// q, k_slc and k_swa are not rotated: the call rotates copies of them by the rows of rope_cos and rope_sin at their
+  /// tokens' positions, which then bound a sequence's length on a device, too.
+  bool rotate = false;
   TensorView num_new;  // int32 (B), 0 ... m, optional: default m; 0 is an idle slot, o = 0
   // int32 (B + 1), optional, in place of num_new: the new tokens are packed. All that is (B, m, ...) here is (T, ...)
   // then, sequence b in rows query_start_loc[b] ... query_start_loc[b + 1] - 1; o = 0 in rows behind the last.

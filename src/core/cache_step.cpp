@@ -26,6 +26,21 @@ void clear_rows(const TensorView& tensor, std::int64_t batch, std::int64_t begin
     for (std::int64_t head = 0; head < tensor.size(-2); ++head) std::memset(rows.at(r, head), byte, bytes);
 }
 
+/// What sequence b appends, in full.
+StepSequence new_tokens(const DecodeParams& params, std::int64_t b) {
+  const TensorView& starts = params.query_start_loc;
+  StepSequence s;
+  s.batch = b;
+  s.q_batch = starts.defined() ? 0 : b;
+  s.q_begin = starts.defined() ? int32_at(starts, b) : 0;
+  s.num_new = starts.defined()           ? int32_at(starts, b + 1) - s.q_begin
+              : params.num_new.defined() ? int32_at(params.num_new, b)
+                                         : params.q.size(1);
+  s.length_before = int32_at(params.cache.cache_seqlens, b) - (params.cache.advance ? 0 : s.num_new);
+  s.length = s.length_before + s.num_new;
+  return s;
+}
+
 bool has_capacity(const KVCacheView& cache, const NSAConfig& cfg, const StepSequence& s) {
   const auto needed = pages_needed(cache, cfg, s.length_before, s.length);
   return std::all_of(needed.begin(), needed.end(), [&](const PagesNeeded& n) {
@@ -68,6 +83,25 @@ std::vector<PagesNeeded> pages_needed(const KVCacheView& cache, const NSAConfig&
   return needed;
 }
 
+RotatedStep::RotatedStep(const DecodeParams& given) : params(given) {
+  if (!given.rotate) return;
+  const auto copy = [&](TensorView& tokens) {
+    copies_.emplace_back(tokens, ContiguousCopy::zeros_like(tokens));
+    tokens = copies_.back().second.view;
+  };
+  copy(params.q), copy(params.k_slc);
+  if (same_view(given.k_swa, given.k_slc)) {
+    params.k_swa = params.k_slc;
+  } else {
+    copy(params.k_swa);
+  }
+  params.rotate = false;
+  for (std::int64_t b = 0; b < given.cache.cache_seqlens.size(0); ++b) {
+    const StepSequence s = new_tokens(given, b);
+    for (std::int64_t r = 0; r < s.num_new; ++r) tokens_.push_back({s.q_batch, s.q_begin + r, s.length_before + r});
+  }
+}
+
 CacheStep::CacheStep(const DecodeParams& params) : params_(params) {
   const TensorView& starts = params.query_start_loc;
   const auto clear = [&](std::int64_t batch, std::int64_t begin, std::int64_t end) {
@@ -76,14 +110,8 @@ CacheStep::CacheStep(const DecodeParams& params) : params_(params) {
   };
   const std::int64_t sequences = params.cache.cache_seqlens.size(0);
   for (std::int64_t b = 0; b < sequences; ++b) {
-    StepSequence s;
-    s.batch = b;
-    s.q_batch = starts.defined() ? 0 : b;
-    s.q_begin = starts.defined() ? int32_at(starts, b) : 0;
-    const std::int64_t rows = starts.defined() ? int32_at(starts, b + 1) - s.q_begin : params.q.size(1);
-    s.num_new = params.num_new.defined() ? int32_at(params.num_new, b) : rows;
-    s.length_before = int32_at(params.cache.cache_seqlens, b) - (params.cache.advance ? 0 : s.num_new);
-    s.length = s.length_before + s.num_new;
+    StepSequence s = new_tokens(params, b);
+    const std::int64_t rows = starts.defined() ? s.num_new : params.q.size(1);
     if (s.num_new > 0 && !has_capacity(params.cache, params.cfg, s)) {
       *params.cache.overflow.as<std::int32_t>() = 1;
       s.num_new = 0;

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
+#include "core/strided.h"
 #include "core/token_rows.h"
 #include "nsa/decode.h"
 
@@ -49,6 +51,34 @@ struct StepSequence : CachedRows {
   std::int64_t num_new = 0;               // >= 1
   std::int64_t length = 0;                // L' = L + num_new
   std::int64_t window_begin = 0;          // the first token that the first query's window holds
+};
+
+/// A step's parameters with q, k_slc and k_swa rotated: copies where the call rotates them, else as they are given.
+class RotatedStep {
+ public:
+  /// The copies are zeros until every token has been rotated.
+  explicit RotatedStep(const DecodeParams& given);
+
+  struct Token {
+    std::int64_t batch, row;  // of q, k_slc and k_swa
+    std::int64_t position;
+  };
+  const std::vector<Token>& tokens() const { return tokens_; }
+  /// rotate_row(from, to) for each row of D channels of a token.
+  template <class RotateRow>
+  void rotate(const Token& token, const RotateRow& rotate_row) const {
+    for (const auto& [from, copy] : copies_) {
+      const TokenRows source = plain_rows(from, token.batch), target = plain_rows(copy.view, token.batch);
+      for (std::int64_t head = 0; head < from.size(-2); ++head)
+        rotate_row(source.at(token.row, head), target.at(token.row, head));
+    }
+  }
+
+  DecodeParams params;
+
+ private:
+  std::vector<Token> tokens_;
+  std::vector<std::pair<TensorView, ContiguousCopy>> copies_;
 };
 
 class CacheStep {

@@ -1,6 +1,7 @@
 #include "core/strided.h"
 
 #include <cstring>
+#include <utility>
 
 #include "core/backend.h"
 
@@ -44,7 +45,8 @@ Status HostCopy::make(const TensorView& source, HostCopy& copy) {
   return cuda::copy_to_host(copy.view.data, source.data, copy.storage_.size());
 }
 
-ContiguousCopy::ContiguousCopy(const TensorView& source) : storage(gather(source)), view(source) {
+ContiguousCopy::ContiguousCopy(const TensorView& shape, std::vector<std::byte> elements)
+    : storage(std::move(elements)), view(shape) {
   view.data = storage.data();
   std::int64_t stride = 1;
   for (int i = view.rank - 1; i >= 0; --i) {

@@ -1,6 +1,7 @@
 // One step with a cache: append, compress, then the operations of nsa_attention on what each sequence's cache holds.
 #include "core/backend.h"
 #include "core/cache_step.h"
+#include "core/element.h"
 #include "reference/reference.h"
 
 namespace nsa::reference {
@@ -12,6 +13,24 @@ TokenBuffer gathered(const TensorView& like, const TokenRows& rows, std::int64_t
   TokenBuffer buffer(like, begin, end - begin, dtype, {});
   buffer.take(rows, begin, end);
   return buffer;
+}
+
+/// Each product and each sum is rounded to float32, or to float64 for that type.
+void rotate(const RotatedStep& step, const RotatedStep::Token& token) {
+  const DecodeParams& p = step.params;
+  const float* const cos = p.rope_cos.as<const float>() + token.position * p.rope_cos.stride[0];
+  const float* const sin = p.rope_sin.as<const float>() + token.position * p.rope_sin.stride[0];
+  const std::int64_t dim = p.q.size(-1), half = dim / 2;
+  const auto rounded = [&](double x) { return p.q.dtype == DType::kFloat64 ? x : static_cast<float>(x); };
+  step.rotate(token, [&](std::byte* from, std::byte* to) {
+    const TensorView x = TensorView::contiguous(from, p.q.dtype, {dim});
+    const TensorView y = TensorView::contiguous(to, p.q.dtype, {dim});
+    for (std::int64_t j = 0; j < half; ++j) {
+      const double low = get_element(x, j), high = get_element(x, j + half);
+      set_element(y, j, rounded(rounded(low * cos[j]) - rounded(high * sin[j])));
+      set_element(y, j + half, rounded(rounded(high * cos[j]) + rounded(low * sin[j])));
+    }
+  });
 }
 
 void attend(const DecodeParams& p, const StepSequence& s) {
@@ -75,7 +94,10 @@ void attend(const DecodeParams& p, const StepSequence& s) {
 
 }  // namespace
 
-Status run(const DecodeParams& params, const Context& context) {
+Status run(const DecodeParams& given, const Context& context) {
+  const RotatedStep rotated(given);
+  const DecodeParams& params = rotated.params;
+  for (const RotatedStep::Token& token : rotated.tokens()) rotate(rotated, token);
   CacheStep step(params);
   if (Status status = step.append([](const CompressParams& p, const Context& c) { return run(p, c); }, context);
       !status.ok())

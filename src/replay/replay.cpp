@@ -263,6 +263,7 @@ Status replay_decode(CallArguments& a, const at::Tensor& given, bool prefill, co
   p.cfg = a.config();
   p.softmax_scale = a.softmax_scale();
   p.cache.advance = !a.has_scalar("cache.advance");  // noted if false
+  p.rotate = a.has_scalar("rotate");
   if (a.has_scalar("max_query_len")) p.max_query_len = a.scalar<std::int64_t>("max_query_len");
   if (given.defined()) p.block_indices = bridge::view_of(given);
   p.indices = a.out("indices", indices_shape(a.shape("q"), a.shape("k_cmp"), p.cfg.topk), at::kInt);

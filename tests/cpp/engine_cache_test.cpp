@@ -17,6 +17,7 @@ struct EngineOptions {
   const char* name;
   bool packed = false, caller_lengths = false, compressed_with_tokens = false, window_pages = false, raw_pages = false;
   bool shares = false;  // the window's memory and that of raw values are the selection's; raw keys have 32 slots
+  bool rotate = false;  // in the call
 };
 constexpr EngineOptions kAll{"all", true, true, true, true, true},
     kShared{"shared", true, true, true, true, true, true};
@@ -102,6 +103,7 @@ class EngineCache {
     p.weights_k = stream.weights_k.view(), p.weights_v = stream.weights_v.view();
     p.cfg = c_.cfg;
     p.rope_cos = stream.rope_cos, p.rope_sin = stream.rope_sin;
+    p.rotate = options_.rotate;
     if (options_.packed) {
       starts.set({batch}, starts.get({batch}) + static_cast<double>(beyond));
       p.query_start_loc = starts, p.max_query_len = most;
@@ -194,17 +196,20 @@ void expect_same(const Results& got, const Results& expected, std::int64_t b, st
   EXPECT_TRUE(same_bits(rows(got.indices), rows(expected.indices))) << "sequence " << b;
 }
 
+/// The window and raw values become what branches that share memory have.
+void share_branches(const Stream& stream) {
+  const auto copy = [&](const Tensor& from, const Tensor& to) {
+    for (std::int64_t b = 0; b < stream.c.batch; ++b) copy_rows(from, b, 0, to, b, 0, stream.c.length);
+  };
+  copy(stream.k_slc, stream.k_swa), copy(stream.v_slc, stream.v_swa);
+  if (!stream.c.float8()) copy(stream.v_slc, stream.v_cmp);
+}
+
 /// Steps of so many tokens of each sequence have the same bits with the library's own cache and with each of these.
 void expect_bits_of_rings(const StreamCase& c, const std::vector<std::vector<std::int64_t>>& steps,
                           const std::vector<EngineOptions>& engines) {
   const Stream stream(c);
-  if (engines.front().shares) {
-    const auto copy = [&](const Tensor& from, const Tensor& to) {
-      for (std::int64_t b = 0; b < c.batch; ++b) copy_rows(from, b, 0, to, b, 0, c.length);
-    };
-    copy(stream.k_slc, stream.k_swa), copy(stream.v_slc, stream.v_swa);
-    if (!c.float8()) copy(stream.v_slc, stream.v_cmp);
-  }
+  if (engines.front().shares) share_branches(stream);
   Results expected(c);
   KVCache rings = make_cache(c);
   for (const auto& counts : steps) expect_ok(Feed{stream, rings}(counts, expected));
@@ -239,6 +244,55 @@ TEST_P(EngineShaped, TheBitsOfRingsInMemoryThatBranchesShare) {
   expect_bits_of_rings(c, {{0, 40}, {16, 0}, {3, 1}, {0, 0}, {0, 7}, {9, 0}, {16, 16}, {40, 2}}, {kShared});
 }
 
+/// Rotates x at its tokens' positions. Each product and each sum is rounded to float32, or to float64 for that type.
+void rotate_before(Tensor& x, const Stream& stream) {
+  const bool wide = stream.c.dtype == DType::kFloat64;
+  const auto rounded = [&](double value) { return wide ? value : static_cast<float>(value); };
+  for (std::int64_t b = 0; b < x.view().size(0); ++b)
+    for (std::int64_t t = 0; t < x.view().size(1); ++t)
+      for (std::int64_t h = 0; h < x.view().size(2); ++h)
+        for (std::int64_t j = 0, half = stream.c.dk / 2; j < half; ++j) {
+          const double cos = stream.rope_cos.get({t, j}), sin = stream.rope_sin.get({t, j});
+          const double low = x.get({b, t, h, j}), high = x.get({b, t, h, j + half});
+          x.set({b, t, h, j}, rounded(rounded(low * cos) - rounded(high * sin)));
+          x.set({b, t, h, j + half}, rounded(rounded(high * cos) + rounded(low * sin)));
+        }
+}
+
+/// Steps whose call rotates have the bits, in the cache too, of steps whose tokens were rotated before.
+void expect_rotation_in_the_call(const StreamCase& c, const std::vector<std::vector<std::int64_t>>& steps,
+                                 const std::vector<EngineOptions>& engines) {
+  for (EngineOptions options : engines) {
+    SCOPED_TRACE(options.name);
+    const Stream raw(c);
+    Stream rotated(c);
+    for (const Stream* stream : {&raw, static_cast<const Stream*>(&rotated)})
+      if (options.shares) share_branches(*stream);
+    for (Tensor* x : {&rotated.q, &rotated.k_slc, &rotated.k_swa}) rotate_before(*x, rotated);
+    EngineCache before(c, options);
+    options.rotate = true;
+    EngineCache in_the_call(c, options);
+    Results expected(c), results(c);
+    for (const auto& counts : steps) {
+      expect_ok(before.feed(rotated, counts, expected));
+      expect_ok(in_the_call.feed(raw, counts, results));
+    }
+    for (std::int64_t b = 0; b < c.batch; ++b) expect_same(results, expected, b, 0, before.tokens[b]);
+    for (const auto pages : {&EngineCache::slc, &EngineCache::compressed, &EngineCache::swa, &EngineCache::cmp}) {
+      EXPECT_TRUE(same_bits((in_the_call.*pages).k, (before.*pages).k));
+      EXPECT_TRUE(same_bits((in_the_call.*pages).v, (before.*pages).v));
+    }
+    EXPECT_EQ(in_the_call.overflow.get({0}), 0);
+  }
+}
+
+TEST_P(EngineShaped, RotationInTheCallHasTheBitsOfRotatedTokens) {
+  if (!c.rope) GTEST_SKIP() << "rotated tokens only";
+  c.length = 192;  // whole pages of every size: the tables do not bound the capacity
+  expect_rotation_in_the_call(c, {{0, 40}, {16, 0}, {3, 1}, {0, 0}, {9, 0}, {16, 16}, {40, 2}},
+                              {{.name = "batch"}, {.name = "packed", .packed = true}, kAll, kShared});
+}
+
 /// A case for each head dim, size of pages and type of cache, long enough for the kernels of a forward pass, which the
 /// oracle does not have.
 std::vector<StreamCase> chunk_cases(std::int64_t batch, std::int64_t length) {
@@ -270,6 +324,14 @@ TEST(EngineShapedChunks, PackedTokensOfOneSequence) {
   for (const StreamCase& c : chunk_cases(1, 520)) {
     SCOPED_TRACE(name_of(c));
     expect_bits_of_rings(c, {{150}, {3}, {140}, {17}, {200}}, kPacked);
+  }
+}
+
+TEST(EngineShapedChunks, RotationInTheCallHasTheBitsOfRotatedTokens) {
+  for (const StreamCase& c : chunk_cases(2, 576)) {
+    if (!c.rope) continue;
+    SCOPED_TRACE(name_of(c));
+    expect_rotation_in_the_call(c, {{150, 17}, {3, 140}, {200, 300}}, {{.name = "batch"}, kAll, kShared});
   }
 }
 
@@ -370,23 +432,29 @@ TEST_P(EngineShaped, OnlyPagesThatAStepNeedsMustBeThere) {
 TEST_P(EngineShaped, OffsetsOutOfBoundsSetOverflow) {
   const Environment one_shape("NSA_BATCH_INVARIANT", "1");  // steps of three tokens and of four
   const Stream stream(c);
-  Results results(c), expected(c);
-  EngineCache cache(c, kAll), whole(c, kAll);
-  for (EngineCache* each : {&cache, &whole})
-    expect_ok(each->feed(stream, {20, 20}, each == &cache ? results : expected));
-  expect_ok(whole.feed(stream, {3, 0}, expected));
-  const Tensor before = cache.slc.k.clone();
-  cache.beyond = 5;                                 // as many rows as there are, and two
-  if (!cache.feed(stream, {3, 4}, results).ok()) {  // those in host memory are looked at first
-    EXPECT_TRUE(same_bits(before, cache.slc.k));
-    return;
+  for (const bool rotate : {false, true}) {
+    if (rotate && !c.rope) continue;
+    SCOPED_TRACE(rotate ? "rotated in the call" : "rotated before");
+    EngineOptions options = kAll;
+    options.rotate = rotate;
+    Results results(c), expected(c);
+    EngineCache cache(c, options), whole(c, options);
+    for (EngineCache* each : {&cache, &whole})
+      expect_ok(each->feed(stream, {20, 20}, each == &cache ? results : expected));
+    expect_ok(whole.feed(stream, {3, 0}, expected));
+    const Tensor before = cache.slc.k.clone();
+    cache.beyond = 5;                                 // as many rows as there are, and two
+    if (!cache.feed(stream, {3, 4}, results).ok()) {  // those in host memory are looked at first
+      EXPECT_TRUE(same_bits(before, cache.slc.k));
+      continue;
+    }
+    EXPECT_EQ(cache.overflow.get({0}), 1);
+    expect_same(results, expected, 0, 0, 23);
+    EXPECT_EQ(values_of(slice(slice(results.o, 0, 1, 2), 1, 20, 24)),
+              EngineCache::zeros(4 * c.kv_heads * c.group * c.dv));
+    EXPECT_EQ(values_of(slice(slice(results.indices, 0, 1, 2), 1, 20, 24)),
+              std::vector<double>(static_cast<std::size_t>(4 * c.kv_heads * c.cfg.topk), -1.0));
   }
-  EXPECT_EQ(cache.overflow.get({0}), 1);
-  expect_same(results, expected, 0, 0, 23);
-  EXPECT_EQ(values_of(slice(slice(results.o, 0, 1, 2), 1, 20, 24)),
-            EngineCache::zeros(4 * c.kv_heads * c.group * c.dv));
-  EXPECT_EQ(values_of(slice(slice(results.indices, 0, 1, 2), 1, 20, 24)),
-            std::vector<double>(static_cast<std::size_t>(4 * c.kv_heads * c.cfg.topk), -1.0));
 }
 
 TEST_P(EngineShaped, AForkOfPagesAlone) {

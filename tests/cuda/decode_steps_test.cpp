@@ -1,6 +1,7 @@
 // What only a device has: keys cut into parts, graphs that replay a step, lengths and tables that are not checked.
 #include <cmath>
 #include <tuple>
+#include <utility>
 
 #include "device_steps.h"
 #include "support/environment.h"
@@ -370,13 +371,40 @@ TEST(DecodeSteps, ForkOnTheDeviceIsThatOfTheHost) {
 TEST(DecodeSteps, TooLittleWorkspaceIsRefusedBeforeAnythingIsWritten) {
   const StreamCase c = long_case();
   const Stream stream(c);
-  KVCache cache = filled_cache(stream, 40), before = cache;
-  DeviceSteps steps(stream, cache, 2);
-  steps.starve();
-  steps.advance(40);
-  EXPECT_EQ(steps.step().code(), StatusCode::kInvalidArgument);
-  steps.fetch();
-  expect_same_cache(cache, before);
+  for (const bool rotate : {false, true}) {
+    KVCache cache = filled_cache(stream, 40), before = cache;
+    DeviceSteps steps(stream, cache, 2, rotate);
+    steps.starve();
+    steps.advance(40);
+    EXPECT_EQ(steps.step().code(), StatusCode::kInvalidArgument);
+    steps.fetch();
+    expect_same_cache(cache, before);
+  }
+}
+
+TEST(DecodeSteps, RotationBeyondTheTablesSetsOverflow) {
+  for (const auto& [c, length] : {std::pair{long_case(), std::int64_t{600}}, {clustered_case(16), kClusteredStart}}) {
+    Stream stream(c);
+    KVCache cache = filled_cache(stream, length);
+    for (Tensor* table : {&stream.rope_cos, &stream.rope_sin}) {
+      Tensor first(DType::kFloat32, {length + 2, c.dk / 2});
+      assign(slice(*table, 0, 0, length + 2), first);
+      *table = std::move(first);
+    }
+    DeviceSteps steps(stream, cache, 2, true);
+    steps.advance(length);
+    expect_ok(steps.step());
+    steps.fetch();
+    expect_ok(cache.check());
+    EXPECT_EQ(cache.length(0), length + 2);
+    KVCache before = cache;
+    steps.advance(length + 2);
+    expect_ok(steps.step());
+    steps.fetch();
+    EXPECT_EQ(cache.check().code(), StatusCode::kOutOfCapacity);
+    expect_same_cache(cache, before);
+    for (const double x : values_of(steps.o())) ASSERT_EQ(x, 0);
+  }
 }
 
 }  // namespace

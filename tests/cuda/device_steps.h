@@ -35,7 +35,7 @@ inline StreamCase in_float8(StreamCase c) {
 /// The arguments of steps of m tokens with a cache, all of them on the device. Rows of the stream go in by advance().
 class DeviceSteps {
  public:
-  DeviceSteps(const Stream& stream, KVCache& cache, std::int64_t m)
+  DeviceSteps(const Stream& stream, KVCache& cache, std::int64_t m, bool rotate = false)
       : stream_(stream),
         m_(m),
         num_new_(DType::kInt32, {stream.c.batch}),
@@ -51,6 +51,7 @@ class DeviceSteps {
     p_.weights_k = stream.weights_k.view(), p_.weights_v = stream.weights_v.view();
     p_.cfg = stream.c.cfg;
     p_.rope_cos = stream.rope_cos, p_.rope_sin = stream.rope_sin;
+    p_.rotate = rotate;
     p_.num_new = num_new_;
     p_.o = o_, p_.indices = indices_;
     expect_ok(to_device(p_, copies_));

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/cache_step.h"
+#include "core/strided.h"
 #include "core/validation/check.h"
 #include "core/validation/validate.h"
 
@@ -134,10 +135,6 @@ void check_packed(Checker& check, Shapes& s, const DecodeParams& params) {
   s.m.value = params.max_query_len > 0 ? params.max_query_len : s.T.value;
 }
 
-bool same_view(const TensorView& a, const TensorView& b) {
-  return a.data == b.data && a.rank == b.rank && a.shape == b.shape && a.stride == b.stride;
-}
-
 /// New tokens of memory that a cache does not have are those of the memory that it has for them.
 void check_shared_tokens(Checker& check, const DecodeParams& params) {
   const bool window = params.cache.shares_window();
@@ -215,6 +212,8 @@ void check_new_tokens(Checker& check, const Shapes& s, const DecodeParams& param
     const std::int64_t last = (params.cfg.num_compressed(length) - 1) * params.cfg.kernel_stride;
     check.require(!params.rope_cos.defined() || last < s.max_positions, "rope_cos: ", params.rope_cos, ": sequence ", b,
                   " rotates a compressed key at position ", last);
+    check.require(!params.rotate || added == 0 || length <= s.max_positions, "rope_cos: ", params.rope_cos,
+                  ": sequence ", b, " rotates a token at position ", length - 1);
     if (added > 0 && check.ok()) needed.emplace_back(b, pages_needed(params.cache, params.cfg, length - added, length));
   }
   check_written_pages(check, needed);
@@ -248,6 +247,9 @@ Status validate(const DecodeParams& params, Call& call) {
   check_weights(check, "weights_v.", params.weights_v, params.cfg, s.Hkv, s.Dv);
   check.softmax_scale(params.softmax_scale);
   s.max_positions = check_rotation(check, params.rope_cos, params.rope_sin, s.Dk);
+  check.require(!params.rotate || params.rope_cos.defined(),
+                "rotate: given without rope_cos: goes with rope_cos and rope_sin");
+  if (params.rotate) check.note("rotate", std::int64_t{1});
   check.optional_int32("num_new", params.num_new, Access::kInput, {&s.B});
   check.optional_int32("block_indices", params.block_indices, Access::kInput, s.new_tokens(s.Hkv, s.topk));
   check.tensor("o", params.o, Access::kOutput, s.new_tokens(s.H, s.Dv));

@@ -50,6 +50,32 @@ BranchTokens<CachedTokens> tokens_of(const std::vector<StepSequence>& steps, con
           .v_swa = collect(&StepSequence::v_swa, p.v_swa)};
 }
 
+/// Rotates a row of `dim` channels, pairs (j, j + dim / 2). Each product and each sum is rounded, as torch does it.
+template <class In>
+void rotate_row(const In* __restrict from, In* __restrict to, std::int64_t dim, const float* cos, const float* sin) {
+  const std::int64_t half = dim / 2;
+  for (std::int64_t j = 0; j < half; ++j) {
+    const float low = to_float(from[j]), high = to_float(from[j + half]);
+    from_float(low * cos[j] - high * sin[j], to[j]);
+    from_float(high * cos[j] + low * sin[j], to[j + half]);
+  }
+}
+
+void rotate(const RotatedStep& step, const Context& context) {
+  const DecodeParams& p = step.params;
+  const std::int64_t dim = p.q.size(-1);
+  for_dtype(p.q.dtype, [&]<class In>() {
+    parallel_for(std::ssize(step.tokens()), context, [&](std::int64_t i) {
+      const RotatedStep::Token& token = step.tokens()[static_cast<std::size_t>(i)];
+      const float* const cos = p.rope_cos.as<const float>() + token.position * p.rope_cos.stride[0];
+      const float* const sin = p.rope_sin.as<const float>() + token.position * p.rope_sin.stride[0];
+      step.rotate(token, [&](const std::byte* from, std::byte* to) {
+        rotate_row(reinterpret_cast<const In*>(from), reinterpret_cast<In*>(to), dim, cos, sin);
+      });
+    });
+  });
+}
+
 /// Whether the queries together select so much that packing the whole cache once is less work.
 bool select_most(const std::vector<StepSequence>& steps, const NSAConfig& cfg) {
   std::int64_t selected = 0, held = 0;
@@ -62,7 +88,10 @@ bool select_most(const std::vector<StepSequence>& steps, const NSAConfig& cfg) {
 
 }  // namespace
 
-Status run(const DecodeParams& p, const Context& context) {
+Status run(const DecodeParams& given, const Context& context) {
+  const RotatedStep rotated(given);
+  if (!rotated.tokens().empty()) rotate(rotated, context);
+  const DecodeParams& p = rotated.params;
   CacheStep step(p);
   if (Status status = step.append(NSA_ISA::run, context); !status.ok()) return status;
   for_dtype(p.q.dtype, [&]<class In>() {

@@ -9,7 +9,8 @@ DecodeStep::DecodeStep(const DecodeParams& params, const KVCacheView& given, Exe
   k_c = compressed(cache.k_c, cache, p.cfg), v_c = compressed(cache.v_c, cache, p.cfg);
   k_slc = paged(cache.k_slc, cache.block_table), v_slc = paged(cache.v_slc, cache.block_table);
   scale = static_cast<float>(scale_of(p.softmax_scale, p.q));
-  const std::int64_t capacity = std::min(cache.block_table.size(1) * cache.k_slc.size(1), kMaxTokens);
+  const std::int64_t longest = p.rotate ? std::min<std::int64_t>(positions(), kMaxTokens) : kMaxTokens;
+  const std::int64_t capacity = std::min(cache.block_table.size(1) * cache.k_slc.size(1), longest);
   static_cast<Geometry&>(geometry) = geometry_of(p.q, kv_heads(), capacity, 0, {}, p.cfg);
   geometry.batches = to_int(batches()), geometry.q_len = to_int(tokens());
   geometry.counted = !cache.advance;
@@ -37,7 +38,8 @@ PlanArgs DecodeStep::plan_args() const {
 
 namespace {
 
-Status run_step(const DecodeParams& p, const KVCacheView& given, Execution& e) {
+Status run_step(DecodeParams p, const KVCacheView& given, Execution& e) {
+  if (Status s = rotate_tokens(p, e); !s.ok()) return s;
   const DecodeStep step(p, given, e);
   const sm90::StepKernels kernels = hopper_kernels(step);
   if (!kernels.append_compress) return run_portable(step, kernels);

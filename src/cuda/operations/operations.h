@@ -35,6 +35,9 @@ CombineBackwardArgs combine_backward_args(const TensorView& d_o, const TensorVie
 /// v_c, v_slc and v_swa.
 Status attend_branches(const NsaAttentionParams& p, const Packed& window, NonfiniteGuard& guard, Execution& e);
 
+/// q, k_slc and k_swa of a step whose call rotates become rotated copies; packed rows are a batch of one.
+Status rotate_tokens(DecodeParams& p, Execution& e);
+
 // A chunk of the prompt on Hopper: the kernels of a forward pass, over what the chunk sees of the cache side by side.
 
 /// Whether the chunk is served so.
