@@ -9,7 +9,7 @@ using Operation = Status (*)(const DecodeParams&, const Context&);
 /// A step with what the operators have in common; `params` has the rest. With `out` the first result is empty.
 Tensors<2> run_step(Operation operation, DecodeParams params, const BranchArguments& branches,
                     const PhiArguments& weights_k, const PhiArguments& weights_v, const Ints& cfg, Scale softmax_scale,
-                    const RotationArguments& rotation, const OptionalTensor& block_indices,
+                    const RotationArguments& rotation, bool rotate, const OptionalTensor& block_indices,
                     const OptionalTensor& out = {}) {
   params.q = input(branches.q, "q");
   params.k_cmp = input(branches.k_cmp, "k_cmp");
@@ -25,6 +25,7 @@ Tensors<2> run_step(Operation operation, DecodeParams params, const BranchArgume
   params.softmax_scale = softmax_scale;
   params.rope_cos = input(rotation.cos, "rope_cos");
   params.rope_sin = input(rotation.sin, "rope_sin");
+  params.rotate = rotate;
   params.block_indices = input(block_indices, "block_indices");
   check(params.cfg.validate());  // before a size is taken from it
   Tensor o = out ? make(branches.q, {0}) : make_o(branches.q, branches.v_cmp);
@@ -38,18 +39,20 @@ Tensors<2> run_step(Operation operation, DecodeParams params, const BranchArgume
 template <Operation operation>
 Tensors<2> step(const BranchArguments& branches, const CacheArguments& cache, const PhiArguments& weights_k,
                 const PhiArguments& weights_v, const Ints& cfg, Scale softmax_scale, const RotationArguments& rotation,
-                const OptionalTensor& num_new, const OptionalTensor& block_indices, const ScaleArguments& scales) {
+                bool rotate, const OptionalTensor& num_new, const OptionalTensor& block_indices,
+                const ScaleArguments& scales) {
   DecodeParams params;
   params.cache = cache.views();
   scales.give_to(params.cache);
   params.num_new = input(num_new, "num_new");
-  return run_step(operation, params, branches, weights_k, weights_v, cfg, softmax_scale, rotation, block_indices);
+  return run_step(operation, params, branches, weights_k, weights_v, cfg, softmax_scale, rotation, rotate,
+                  block_indices);
 }
 
 Tensors<2> decode_paged(const BranchArguments& branches, const PagedCacheArguments& cache,
                         const Tensor& query_start_loc, std::int64_t max_query_len, const PhiArguments& weights_k,
                         const PhiArguments& weights_v, const Ints& cfg, Scale softmax_scale,
-                        const RotationArguments& rotation, const OptionalTensor& block_indices,
+                        const RotationArguments& rotation, bool rotate, const OptionalTensor& block_indices,
                         const ScaleArguments& scales, const OptionalTensor& out) {
   DecodeParams params;
   params.cache = cache.views();
@@ -58,7 +61,7 @@ Tensors<2> decode_paged(const BranchArguments& branches, const PagedCacheArgumen
   params.max_query_len = max_query_len;
   const bool chunks = max_query_len == 0 || max_query_len > kMaxDecodeTokens;
   return run_step(chunks ? nsa::prefill : nsa::decode, params, branches, weights_k, weights_v, cfg, softmax_scale,
-                  rotation, block_indices, out);
+                  rotation, rotate, block_indices, out);
 }
 
 void fork_cache(const CacheArguments& cache, const Ints& cfg, std::int64_t parent, std::int64_t child,
@@ -78,7 +81,7 @@ void define_decode(Library& m) {
   const std::string cache = CacheArguments::kSchema;
   const std::string branches = std::string(BranchArguments::kSchema) + ", ";
   const std::string options = ", " + PhiArguments::schema("_k") + ", " + PhiArguments::schema("_v") +
-                              ", int[] cfg, float? softmax_scale, " + RotationArguments::kSchema + ", ";
+                              ", int[] cfg, float? softmax_scale, " + RotationArguments::kSchema + ", bool rotate, ";
   const std::string last = std::string("Tensor? block_indices, ") + ScaleArguments::kSchema;
   const std::string step = branches + cache + options + "Tensor? num_new, " + last;
   m.def(("decode(" + step + ") -> (Tensor, Tensor)").c_str());

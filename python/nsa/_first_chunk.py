@@ -19,6 +19,7 @@ from ._arguments import check_type, check_usable
 from ._pages import check_sharing
 from ._registration import call, ops
 from .config import NSAConfig
+from .rotary import rotate_branches
 
 _BRANCHES = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_swa", "v_swa", "gates")
 
@@ -43,11 +44,11 @@ class _Cache(NamedTuple):
 def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tensor, Tensor]:
     """The operator `prefill` for empty rows. Other rows take no tokens."""
     branches, cache, others = arguments[:8], _Cache(*arguments[8:20]), arguments[20:]
-    *layer, num_new, indices, k_scale, v_scale = others
+    *layer, rotate, num_new, indices, k_scale, v_scale = others
     lengths = cache.cache_seqlens
     # An idle step of one token checks all arguments but m and num_new, and changes nothing.
     idle = (torch.zeros_like(lengths), None if indices is None else _first_token(indices), k_scale, v_scale)
-    call(ops.prefill, *map(_first_token, branches), *cache, *layer, *idle, names=names)
+    call(ops.prefill, *map(_first_token, branches), *cache, *layer, rotate, *idle, names=names)
     batch, m = branches[0].shape[:2]
     for name, tensor in zip(_BRANCHES, branches, strict=True):
         if tensor.shape[1] != m:
@@ -63,7 +64,13 @@ def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tenso
         with _writing():
             cache.overflow.masked_fill_((~empty & (num_new > 0)).any(), 1)
         num_new = num_new.where(empty, 0)
-        return call(ops.prefill, *branches, *cache, *layer, num_new, indices, k_scale, v_scale, names=names)
+        rest = (num_new, indices, k_scale, v_scale)
+        return call(ops.prefill, *branches, *cache, *layer, rotate, *rest, names=names)
+    if rotate:
+        cos, sin = layer[-2:]
+        at = torch.arange(m, device=cos.device).clamp(max=cos.shape[0] - 1)  # beyond: no row has capacity
+        q, k_slc, k_swa = rotate_branches(branches[0], branches[3], branches[5], cos, sin, at, at)
+        branches = (q, *branches[1:3], k_slc, branches[4], k_swa, *branches[6:])
     # In the order of the schema: no noise, nothing packed, nothing saved for a backward but compressed keys and values.
     o, selected, k_c, v_c, *_ = call(
         ops.native_sparse_attention, *branches, *layer, 0.0, 0, None, None, 0, 0, indices, False, True, names=names

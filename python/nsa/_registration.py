@@ -242,14 +242,14 @@ def _(d_o, *rest):
 @_fake("decode")
 @_fake("prefill")
 def _(q, k_cmp, v_cmp, *rest):
-    cfg = rest[-8]
+    cfg = rest[-9]
     return _o(q, v_cmp), _indices(q, k_cmp, cfg)
 
 
 @_fake("decode_paged")
 def _(q, k_cmp, v_cmp, *rest):
     o = _o(q, v_cmp) if rest[-1] is None else q.new_empty(0)
-    return o, _indices(q, k_cmp, rest[-8])
+    return o, _indices(q, k_cmp, rest[-9])
 
 
 @_fake("fork")

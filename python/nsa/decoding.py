@@ -15,7 +15,7 @@ from ._registration import NAMESPACE, call, ops
 from .cache import KVCache
 from .config import CompressionWeights
 from .functional import MEAN, branch_names
-from .rotary import check_positions, rotate_inputs
+from .rotary import check_positions, order_channels
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -209,24 +209,21 @@ def _step(
     k, k_slc, k_swa = (keys[0] if t is None else t for t in keys)
     v, v_slc, v_swa = (values[0] if t is None else t for t in values)
     weights_k, weights_v = (MEAN if w is None else w for w in weights)
-    at: Tensor | slice = slice(None)
-    if rope is not None and q.dim() == 4:  # else the operator refuses q
-        check_positions(rope, cache.max_positions, "the cache's max_length rounded up to pages")
-        rows = cache.cache_seqlens[:, None] + torch.arange(q.shape[1], device=cache.cache_seqlens.device)
-        at = rows.clamp(max=cache.max_positions - 1)  # idle rows and those beyond their capacity
+    check_positions(rope, cache.max_positions, "the cache's max_length rounded up to pages")
     before = cache.cache_seqlens if cache.selections is None else cache.cache_seqlens.clone()
     with torch.no_grad():
-        rotated = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
+        x = order_channels(rope, q, k, k_slc, k_swa, weights_k)
         o, selected = step(
-            *(rotated.q, rotated.k, v, rotated.k_slc, v_slc, rotated.k_swa, v_swa, gates),
+            *(x.q, x.k, v, x.k_slc, v_slc, x.k_swa, v_swa, gates),
             *cache.tensors(),
-            *rotated.weights_k.as_arguments(),
+            *x.weights_k.as_arguments(),
             *weights_v.as_arguments(),
             *(
                 cache.cfg.as_list(),
                 softmax_scale,
-                rotated.cos,
-                rotated.sin,
+                x.cos,
+                x.sin,
+                rope is not None,
                 num_new,
                 indices,
                 cache.k_scale,

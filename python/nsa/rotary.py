@@ -100,8 +100,8 @@ def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise ValueError(f"cos: {tuple(cos.shape)}: must be {what}")
 
 
-class Rotated(NamedTuple):
-    """Arguments of the operators, which rotate only compressed keys themselves."""
+class RotaryInputs(NamedTuple):
+    """Arguments of the operators, which rotate channels in pairs (j, j + Dk/2)."""
 
     q: Tensor
     k: Tensor  # of the compressed branch, unrotated
@@ -110,6 +110,36 @@ class Rotated(NamedTuple):
     weights_k: CompressionWeights
     cos: Tensor | None
     sin: Tensor | None
+
+
+def order_channels(
+    rope: tuple[Tensor, Tensor] | None,
+    q: Tensor,
+    k: Tensor,
+    k_slc: Tensor,
+    k_swa: Tensor,
+    weights_k: CompressionWeights,
+) -> RotaryInputs:
+    """Inputs whose channels are rotated in pairs (j, j + Dk/2), all of them.
+
+    With partial RoPE the channels of q, keys and phi's weights are permuted, all in the same way, so that the rotated
+    pairs have this form.
+    """
+    if rope is None:
+        return RotaryInputs(q, k, k_slc, k_swa, weights_k, None, None)
+    cos, sin = rope
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise ValueError("rope: requires a gradient: must not, as none comes from the compressed keys")
+    if not _is_refused(q, cos, sin) and 2 * cos.shape[1] < q.shape[-1]:
+        shared, own = k_swa is k_slc, k is k_slc
+        rotated, width = 2 * cos.shape[1], q.shape[-1]
+        q, k = _halves(q, rotated), _halves(k, rotated)
+        k_slc = k if own else _halves(k_slc, rotated)
+        k_swa = k_slc if shared else _halves(k_swa, rotated)
+        weights_k = _reordered(weights_k, rotated)
+        cos = torch.nn.functional.pad(cos, (0, (width - rotated) // 2), value=1.0)
+        sin = torch.nn.functional.pad(sin, (0, (width - rotated) // 2))
+    return RotaryInputs(q, k, k_slc, k_swa, weights_k, cos, sin)
 
 
 def rotate_inputs(
@@ -121,34 +151,30 @@ def rotate_inputs(
     weights_k: CompressionWeights,
     at_q: Tensor | slice,
     at_k: Tensor | slice,
-) -> Rotated:
-    """Rotates q, k_slc and k_swa by the rows at_q and at_k of the tables `rope`.
-
-    The operators rotate all channels of a compressed key, in pairs (j, j + Dk/2). With partial RoPE the channels of q,
-    keys and phi's weights are permuted, all in the same way, so that the rotated pairs have this form.
-    """
-    if rope is None:
-        return Rotated(q, k, k_slc, k_swa, weights_k, None, None)
-    cos, sin = rope
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise ValueError("rope: requires a gradient: must not, as none comes from the compressed keys")
-    # The operators refuse these arguments and name them.
-    if q.dim() < 3 or cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
-        return Rotated(q, k, k_slc, k_swa, weights_k, cos, sin)
-    shared, own = k_swa is k_slc, k is k_slc
-    if 2 * cos.shape[1] < q.shape[-1]:
-        rotated, width = 2 * cos.shape[1], q.shape[-1]
-        q, k = _halves(q, rotated), _halves(k, rotated)
-        k_slc = k if own else _halves(k_slc, rotated)
-        k_swa = k_slc if shared else _halves(k_swa, rotated)
-        weights_k = _reordered(weights_k, rotated)
-        cos = torch.nn.functional.pad(cos, (0, (width - rotated) // 2), value=1.0)
-        sin = torch.nn.functional.pad(sin, (0, (width - rotated) // 2))
-    q, k_slc = _at_positions(q, cos, sin, at_q), _at_positions(k_slc, cos, sin, at_k)
-    return Rotated(q, k, k_slc, k_slc if shared else _at_positions(k_swa, cos, sin, at_k), weights_k, cos, sin)
+) -> RotaryInputs:
+    """`order_channels`, for operators that rotate only compressed keys: q, k_slc and k_swa come rotated."""
+    x = order_channels(rope, q, k, k_slc, k_swa, weights_k)
+    if x.cos is None or x.sin is None or _is_refused(q, x.cos, x.sin):
+        return x
+    q, k_slc, k_swa = rotate_branches(x.q, x.k_slc, x.k_swa, x.cos, x.sin, at_q, at_k)
+    return x._replace(q=q, k_slc=k_slc, k_swa=k_swa)
 
 
-def check_positions(rope: tuple[Tensor, Tensor] | None, length: int, what: str = "the length of the keys") -> None:
+def rotate_branches(
+    q: Tensor, k_slc: Tensor, k_swa: Tensor, cos: Tensor, sin: Tensor, at_q: Tensor | slice, at_k: Tensor | slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k_slc and k_swa rotated by the rows at_q and at_k of the tables."""
+    rotated = _at_positions(k_slc, cos, sin, at_k)
+    window = rotated if k_swa is k_slc else _at_positions(k_swa, cos, sin, at_k)
+    return _at_positions(q, cos, sin, at_q), rotated, window
+
+
+def _is_refused(q: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the operators refuse the tables, which they name."""
+    return q.dim() < 3 or cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]
+
+
+def check_positions(rope: tuple[Tensor, Tensor] | None, length: int = 0, what: str = "the length of the keys") -> None:
     """Raises ValueError if the tables are no matrices or end before `length`, TypeError if they are no tensors."""
     if rope is None:
         return

@@ -24,7 +24,7 @@ from .cache import ROLLBACK, _multiple_of_16, _raw_dtype, check_rings, head_scal
 from .config import CompressionWeights, NSAConfig
 from .decoding import MAX_DECODE_TOKENS, _step
 from .functional import MEAN, branch_names
-from .rotary import Rotated, check_positions, rotate_inputs
+from .rotary import RotaryInputs, check_positions, order_channels
 
 __all__ = ["LayerCache", "Step", "allocate", "compressed_page_size", "decode_paged", "fork"]
 
@@ -457,46 +457,25 @@ def decode_paged(
     v_slc, v_swa = (v if t is None else t for t in (v_slc, v_swa))
     weights_k, weights_v = (MEAN if w is None else w for w in (weights_k, weights_v))
     flag = torch.zeros(1, dtype=torch.int32, device=q.device) if overflow is None else overflow
+    rotate = rope is not None and not rotated
     with torch.no_grad():
         if rotated:
-            x = Rotated(q, k, k_slc, k_swa, weights_k, *((None, None) if rope is None else rope))
+            x = RotaryInputs(q, k, k_slc, k_swa, weights_k, *((None, None) if rope is None else rope))
         else:
-            at = slice(None) if rope is None else _positions(rope, query_start_loc, seq_lens, q)
-            x = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
+            check_positions(rope)
+            x = order_channels(rope, q, k, k_slc, k_swa, weights_k)
         o, selected = call(
             ops.decode_paged,
             *(x.q, x.k, v, x.k_slc, v_slc, x.k_swa, v_swa, gates),
             *(*layer, flag, seq_lens, block_table, block_table_c, block_table_swa, block_table_cmp),
             *(query_start_loc, max_query_len, *x.weights_k.as_arguments(), *weights_v.as_arguments()),
-            *(cfg.as_list(), softmax_scale, x.cos, x.sin, indices, k_scale, v_scale, out),
+            *(cfg.as_list(), softmax_scale, x.cos, x.sin, rotate, indices, k_scale, v_scale, out),
             names=names,
         )
     o = o if out is None else out
     if overflow is None and int(flag.item()):
         raise RuntimeError("decode_paged: a request found no page and its tokens were dropped: see block_table")
     return (o, selected) if return_indices else o
-
-
-def _positions(rope: tuple[Tensor, Tensor], starts: Tensor, seq_lens: Tensor, q: Tensor) -> Tensor:
-    """Positions of packed new tokens, as rows of the RoPE tables."""
-    for name, tensor in (("q", q), ("query_start_loc", starts), ("seq_lens", seq_lens)):
-        check_type(name, tensor, Tensor)
-        check_usable(name, tensor)
-    for name, tensor in (("query_start_loc", starts), ("seq_lens", seq_lens)):
-        if tensor.dtype != torch.int32 or tensor.dim() != 1:
-            what = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            raise ValueError(f"{name}: {what}: must be int32 with one dimension")
-        if tensor.device != q.device:
-            raise ValueError(f"{name}: on {tensor.device}: expected {q.device} as q")
-    if starts.shape[0] != seq_lens.shape[0] + 1 or starts.shape[0] < 2:
-        raise ValueError(
-            f"query_start_loc: {tuple(starts.shape)}: must be one more than seq_lens {tuple(seq_lens.shape)}"
-        )
-    check_positions(rope, int(seq_lens.max()) if q.device.type == "cpu" else 1, "the longest of seq_lens")
-    rows = torch.arange(q.shape[0] if q.dim() == 3 else 0, dtype=torch.int32, device=q.device)
-    ends = starts[1:].contiguous()
-    sequence = torch.searchsorted(ends, rows, right=True).clamp_(max=ends.shape[0] - 1)
-    return (rows + (seq_lens - ends)[sequence]).clamp_(0, rope[0].shape[0] - 1)  # padding, too, has a row of the tables
 
 
 @checked

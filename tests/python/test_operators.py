@@ -85,7 +85,7 @@ def arguments():
     cache = nsa.KVCache(2, 2, dk, dv, SMALL, max_length=64)
     new = plain(q, k, v, k, v, k, v, gates)
     phi_v = ("mean", None, None, None, None, None)
-    rest = (*plain(*phi), *phi_v, CFG, None, torch.ones(64, dk // 2), torch.zeros(64, dk // 2), None, None)
+    rest = (*plain(*phi), *phi_v, CFG, None, torch.ones(64, dk // 2), torch.zeros(64, dk // 2), True, None, None)
     scales = (None, None)
     yield "decode", (*(t[:, :5] for t in new), *cache.tensors(), *rest, *scales)
     yield "prefill", (*new, *cache.tensors(), *rest, *scales)

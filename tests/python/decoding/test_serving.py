@@ -9,6 +9,7 @@ import torch
 
 import nsa
 from devices import head_dims, here, on_gpu
+from nsa._registration import ops
 from nsa.serving import LayerCache, Step, allocate, decode_paged, fork
 from nsa.vllm import EngineConfig, check_supported
 from scheduler import CFG, DIM, HEADS, KV_HEADS, LAYERS, LONGEST, MAX_LENGTH, Engine, Model
@@ -375,6 +376,11 @@ class Shared(Paged):
         return self.rotated(packed, starts, seq_lens) | {"block_table_cmp": repeated, "out": out}
 
 
+class RotatedBefore(Paged):
+    def own(self, packed, starts, seq_lens, table):
+        return self.rotated(packed, starts, seq_lens)
+
+
 # As engines have them: for the layer or for each head.
 SCALES = {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor([0.5, 0.03])}
 
@@ -408,6 +414,50 @@ def test_decode_paged_gives_what_decode_gives(device, dtype, scales, own_table, 
 @pytest.mark.parametrize("raw_slots", (64, 32))
 def test_memory_can_be_shared_between_branches(device, dtype, raw_slots):
     run_requests(lambda seed: Shared(dtype, seed, raw_slots), (0, 64))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_rotation_in_the_operator_has_the_bits_of_rotate(backend, dtype):
+    if dtype == torch.float16 and backend == "cpu":
+        pytest.skip("the CPU backend has no float16")
+    # Packed rows with padding.
+    inside, before = (engine(dtype, False, True, 0) for engine in (Paged, RotatedBefore))
+    texts, pages, lengths = [inside.text(), inside.text()], ([[], []], [[], []]), [0, 0]
+    for counts in ([20, 3], [1, 16], [0, 5]):
+        parts = [e.step(texts, mine, lengths, counts) for e, mine in zip((inside, before), pages, strict=True)]
+        for got, expected in zip(*parts, strict=True):
+            assert all(map(torch.equal, got, expected))
+        lengths = [n + c for n, c in zip(lengths, counts, strict=True)]
+    for got, expected in zip(inside.layer, before.layer, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    # Batches, with keys that branches share and without.
+    dim, rope = inside.dim, nsa.rotary_tables(torch.arange(64), inside.dim)
+    for shares in (True, False):
+        caches = [nsa.KVCache(2, KV_HEADS, dim, cfg=CFG, max_length=64, dtype=dtype) for _ in range(2)]
+        for counts in ((30, 17), (3, 0), (1, 16)):
+            m, num_new = max(counts), torch.tensor(counts, dtype=torch.int32)
+            q, k, v, k_slc, k_swa = (torch.randn(2, m, heads, dim).to(dtype) for heads in (HEADS, *[KV_HEADS] * 4))
+            if shares:
+                k_slc = k_swa = k
+            for b, count in enumerate(counts):
+                q[b, count:] = torch.nan
+            at = (caches[0].cache_seqlens[:, None] + torch.arange(m)).clamp(max=63)
+            rotated = [nsa.rotate(t, rope[0][at], rope[1][at]) for t in (q, k_slc, k_swa)]
+            operator = ops.prefill if m > 16 else ops.decode
+            gates, mean = torch.rand(2, m, HEADS, 3).to(dtype), ("mean", *[None] * 5)
+            (o, indices), expected = (
+                operator(
+                    *(query, k, v, keys, v, window, v, gates, *cache.tensors(), *mean, *mean),
+                    *(CFG.as_list(), None, *rope, inside_operator, num_new, None, None, None),
+                )
+                for cache, inside_operator, (query, keys, window) in zip(
+                    caches, (True, False), ((q, k_slc, k_swa), rotated), strict=True
+                )
+            )
+            assert torch.equal(o, expected[0]) and torch.equal(indices, expected[1])
+        for got, expected in zip(caches[0].tensors(), caches[1].tensors(), strict=True):
+            assert torch.equal(got, expected)
 
 
 def run_requests(make, beginnings):
@@ -516,10 +566,18 @@ def test_a_wrong_decode_paged():
             "layer": engine.layer._replace(k_c=engine.layer.k_c[:, :1]),
         },
         r"k: float32 \(4, 2, 16\): expected the shape \(T = 5": {"k": new[1][:4]},
-        r"seq_lens: int64 \(2,\): must be int32 with one dimension": {
+        "seq_lens: dtype Long: must be .* int32 for indices, lengths and tables": {
             "seq_lens": torch.tensor([2, 3]),
             "rope": engine.options["rope"],
         },
+        r"query_start_loc: int32 \(2\): expected the shape \(B \+ 1 = 3\)": {
+            "query_start_loc": torch.tensor([0, 5], dtype=torch.int32),
+            "rope": engine.options["rope"],
+        },
+        r"rope_cos: float32 \(2, 8\): sequence 1 rotates a token at position 2": {
+            "rope": tuple(table[:2] for table in engine.options["rope"])
+        },
+        "rope: 1 tensors: must be cosines and sines": {"rope": engine.options["rope"][:1]},
         r"out: float32 \(4, 4, 16\): expected the shape": {"out": new[0][:4].clone()},
         "layer.k_swa_ring: ": {"layer": engine.layer._replace(k_swa_ring=None)},
         "block_table_swa: given without layer.k_swa_ring": {"layer": without_window},
