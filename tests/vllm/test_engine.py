@@ -270,7 +270,8 @@ def test_server(folder, monkeypatch):
 
         def complete(prompt, new=24, **more):
             given = {"model": "nsa", "prompt": prompt, "max_tokens": new, "temperature": 0, **more}
-            return client.completions.create(**given, extra_body={"ignore_eos": True})
+            extra = {"ignore_eos": True, "skip_special_tokens": False}  # t0 is one
+            return client.completions.create(**given, extra_body=extra)
 
         def words(text):
             return [int(word.removeprefix("t")) for word in text.split()]
