@@ -312,6 +312,7 @@ TEST(DecodeSteps, GraphReplaysAsLengthsGrow) {
   expect_replays_as_calls(long_case(), 505, 40, {1, 4});
   expect_replays_as_calls(clustered_case(16), kClusteredStart, 40, {1, 4});
   expect_replays_as_calls(in_float8(clustered_case(16)), kClusteredStart, 40, {1, 4});
+  expect_replays_as_calls(clustered_case(16), kClusteredStart, 40, {1, 4}, true);
 }
 
 TEST(DecodeSteps, SixtyFourStepsRepeatBitForBit) {

@@ -185,11 +185,11 @@ inline void expect_portable(
 
 /// One graph of a step of m tokens, replayed until there are `grown` more.
 inline void expect_replays_as_calls(const StreamCase& c, std::int64_t start, std::int64_t grown,
-                                    const std::vector<std::int64_t>& sizes) {
+                                    const std::vector<std::int64_t>& sizes, bool rotate = false) {
   for (const std::int64_t m : sizes) {
     const Stream stream(c);
     KVCache called = filled_cache(stream, start), replayed = filled_cache(stream, start);
-    DeviceSteps calls(stream, called, m), graph_calls(stream, replayed, m);
+    DeviceSteps calls(stream, called, m, rotate), graph_calls(stream, replayed, m, rotate);
     cudaStream_t capture;
     cudaGraph_t graph;
     cudaGraphExec_t replay;
