@@ -31,4 +31,5 @@ void terminate() {
 
 }  // namespace
 
-int main(int argc, char** argv) { return nsa_program(argc, argv, nullptr); }
+// Without the destructors of LibTorch's globals, which take as long as its start. The output is closed by then.
+int main(int argc, char** argv) { _exit(nsa_program(argc, argv, nullptr)); }
