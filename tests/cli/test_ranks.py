@@ -149,7 +149,7 @@ def test_from_a_folder_of_transformers(kind, corpus, tmp_path):
 @pytest.fixture(scope="module")
 def long(corpus, tmp_path_factory):
     """Arguments of a run that takes seconds, and its end without an interruption."""
-    arguments = ["--data", corpus, "--steps", 400, "--save-every", 20, *RUN, "--eval-every", 0]
+    arguments = ["--data", corpus, "--steps", 200, "--save-every", 20, *RUN, "--eval-every", 0]
     out = tmp_path_factory.mktemp("long") / "run"
     nsa("train", "--out", out, "--grad-accum", 2, *arguments)
     return arguments, out
@@ -174,7 +174,7 @@ def test_stopped_and_resumed(long, tmp_path):
     printed = end(started, code=128 + signal.SIGTERM)
     assert "stopped at step" in printed[0] and not printed[1]
     stopped = metrics(out, "end")[-1]["step"]
-    assert 40 <= stopped < 400
+    assert 40 <= stopped < 200
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
     end(ranks(2, "--out", out, "--resume", "--shard-optimizer"))
@@ -191,7 +191,7 @@ def test_killed(victim, long, tmp_path):
     arguments, expected = long
     out, draw = tmp_path / "run", random.Random(victim)
     started = ranks(2, "--out", out, *arguments)
-    wait_for_step(draw.randrange(10, 50) * 4, out, started[victim])
+    wait_for_step(draw.randrange(10, 30) * 4, out, started[victim])
     time.sleep(draw.random() * 0.02)
     started[victim].kill()
     codes = [-signal.SIGKILL if rank == victim else 1 for rank in (0, 1)]
@@ -289,14 +289,14 @@ def test_speed_of_the_bench(corpus, tmp_path):
 
 def test_kill_by_the_bench(corpus, tmp_path):
     file = tmp_path / "killed.json"
-    train = ["--data", corpus, "--steps", 400, "--save-every", 20, *RUN, "--eval-every", 0]
+    train = ["--data", corpus, "--steps", 200, "--save-every", 20, *RUN, "--eval-every", 0]
     done = bench("kill", "--ranks", 2, "--at", 40, "--out", tmp_path / "runs", "--json", file, "--", *train)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
     assert found["same_weights"] and [run["victim"] for run in found["runs"]] == [0, 1]
     for run in found["runs"]:
         assert run["code"] != 0 and 0 < run["seconds_until_said"] < 15 and "resume with --resume" in run["said"]
-        assert run["end"]["step"] == 400 and run["left_running"] == []
+        assert run["end"]["step"] == 200 and run["left_running"] == []
 
 
 @pytest.mark.parametrize("arguments, message", (
