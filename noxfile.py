@@ -45,6 +45,7 @@ def install_wheel(session: nox.Session, torch: str, *more: str) -> None:
         session.install("--no-index", "--no-deps", "--force-reinstall", wheel)
     else:
         session.create_tmp()  # pip unpacks gigabytes in TMPDIR
+        session.env["PYTHONDONTWRITEBYTECODE"] = ""  # or each process would compile torch again
         session.install(
             "--no-cache-dir", "--no-compile", f"torch=={torch}", "pytest", "pytest-xdist", "hypothesis", "numpy", *more
         )
