@@ -84,6 +84,7 @@ Status rotate_tokens(DecodeParams& p, Execution& e) {
   const auto copy = [&](TensorView& tokens) {
     const TensorView from = tokens;
     tokens = take_like(e.arena, from, from.dtype);
+    if (from.stride[0] == 0) tokens.stride[0] = 0;  // packed rows are those of every sequence
     args.from[args.tensors] = strided(from), args.to[args.tensors] = strided(tokens);
     args.heads[args.tensors++] = to_int(from.size(2));
     heads += from.size(2);
