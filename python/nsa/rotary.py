@@ -68,10 +68,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         TypeError: an argument of another type.
     """
     _check_rotate(x, cos, sin)
-    return _rotated(x, cos, sin)
+    return apply_rotation(x, cos, sin)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` without its checks, whose comparisons of sizes stay in the graphs that torch.compile traces."""
     rotated = 2 * cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     wide = x[..., :rotated].to(torch.promote_types(x.dtype, torch.float32))
@@ -210,7 +211,7 @@ def _at_positions(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor | slice) -> Te
         return x
     if x.shape[-1] < 2 * cos.shape[-1] or any(t.dtype not in FLOATS for t in (x, cos, sin)):
         return x
-    return _rotated(x, cos, sin)
+    return apply_rotation(x, cos, sin)
 
 
 def _halves(x: Tensor, rotated: int, dim: int = -1) -> Tensor:

@@ -145,6 +145,7 @@ def engine(folder: Path, **options: Any) -> Iterator[Any]:
     """vllm.LLM of a folder, in float32."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
 
     defaults = {
         "skip_tokenizer_init": True,
@@ -164,6 +165,7 @@ def engine(folder: Path, **options: Any) -> Iterator[Any]:
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+        type(current_platform)._global_graph_pool = None  # torch refuses another graph in a pool whose graphs are gone
 
 
 def generate(llm: Any, prompts: list[list[int]], new: int, **sampling: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ..compression import CompressionFunction
-from ..rotary import rotate
+from ..rotary import apply_rotation
 from . import check_supported
 from ._attention import NsaAttentionLayer
 
@@ -90,7 +90,7 @@ class NsaAttention(nn.Module):
         gates, _ = self.gate["2"](nn.functional.silu(hidden))
         cos, sin = (table[positions] for table in self.rope)
         gates = torch.sigmoid(gates).unflatten(-1, (-1, 3))
-        o = self.attn(rotate(q, cos, sin), k, v, rotate(k, cos, sin), gates)
+        o = self.attn(apply_rotation(q, cos, sin), k, v, apply_rotation(k, cos, sin), gates)
         return self.o_proj(o.flatten(-2))[0]
 
 
