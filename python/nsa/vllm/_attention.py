@@ -112,7 +112,7 @@ def map_selections(vllm_config: VllmConfig, num_pages: int) -> Tensor:
     rows = num_pages * vllm_config.cache_config.block_size + 1
     shape = rows, layers, config.num_key_value_heads, cfg.topk
     dtype, file = _index_type(vllm_config.model_config.max_model_len, cfg), selections_file(vllm_config)
-    with file.open("ab") as memory:
+    with open(file, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as memory:  # for this user alone
         os.posix_fallocate(memory.fileno(), 0, math.prod(shape) * dtype.itemsize)  # fails here if there is no room
     return torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
