@@ -38,9 +38,7 @@ def peers():
     yield "## Other implementations of NSA"
     yield peers_about(result)
     yield table_with_dense(result)
-    yield fill(
-        "Each stage as a call of its own. End to end, this library joins some."
-    )
+    yield fill("Each stage as a call of its own. End to end, this library joins some.")
     yield peers_table(result, lambda length, name: length == "65536" and not whole_or_dense(length, name))
     wide = read("peers_192.json")
     yield "Head dims 192/128:"
