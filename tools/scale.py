@@ -4,7 +4,7 @@ more of them are predicted to take, and what has not run.
 
     tools/scale.py [--check] [--results FOLDER] [--page FILE]
 
-Reads bench_cuda.json and simulated_ranks.json (one GPU) and scale_xN.json of `tools/gpu.sh scale` (N GPUs), as many as
+Reads bench_random.json and simulated_ranks.json (one GPU) and scale_xN.json of `tools/gpu.sh scale` (N GPUs), as many as
 there are. With --check it writes nothing; the exit code is 1 where the page is not what the results make.
 """
 
@@ -230,7 +230,7 @@ def predicted_section(model, runs):
     python bench/scale/scale_model.py --fabric {WITHIN} --fabric {BEYOND}
 
 predicts the attention of one layer (64 query heads, 4 KV heads of 128, bfloat16, batch 1). It uses measurements on one
-H200. `bench/results/bench_cuda.json` has forward and backward end to end. `bench/results/simulated_ranks.json` has the
+H200. `bench/results/bench_random.json` has forward and backward end to end. `bench/results/simulated_ranks.json` has the
 slowest of eight simulated ranks at a million tokens, whose calls one GPU runs one after the other.
 
 {fill(model_of_time)}
@@ -293,7 +293,7 @@ def main():
     files = sorted(given.results.glob("scale_x*.json"), key=lambda file: int(file.stem.removeprefix("scale_x")))
     runs = [Measured(json.loads(file.read_text())) for file in files]
     model = Model(
-        *(json.loads((given.results / name).read_text()) for name in ("bench_cuda.json",)),
+        *(json.loads((given.results / name).read_text()) for name in ("bench_random.json",)),
         [json.loads((given.results / "simulated_ranks.json").read_text())],
         16384,
     )

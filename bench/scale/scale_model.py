@@ -258,7 +258,7 @@ def numbers(text):
 def main():
     """Prints the errors, and a table for each length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bench", type=Path, default=RESULTS / "bench_cuda.json", help="result of nsa bench --json")
+    parser.add_argument("--bench", type=Path, default=RESULTS / "bench_random.json", help="result of nsa bench --json")
     parser.add_argument("--simulated", type=Path, nargs="*", default=[RESULTS / "simulated_ranks.json"])
     parser.add_argument("--collectives", type=Path, nargs="*", default=[])
     parser.add_argument("--measured", type=Path, nargs="*", default=[])

@@ -218,7 +218,7 @@ def page(tmp_path):
     results, guide = tmp_path / "results", tmp_path / "docs/guide/scale.md"
     for folder in (results, guide.parent, tmp_path / "docs/images"):
         folder.mkdir(parents=True)
-    for name in ("bench_cuda.json", "simulated_ranks.json"):
+    for name in ("bench_random.json", "simulated_ranks.json"):
         shutil.copy(ROOT / "bench/results" / name, results)
     guide.write_text("By hand.\n<!-- From here on written by tools/scale.py from bench/results. -->\nold\n")
 
