@@ -4,8 +4,8 @@ more of them are predicted to take, and what has not run.
 
     tools/scale.py [--check] [--results FOLDER] [--page FILE]
 
-Reads bench_random.json and simulated_ranks.json (one GPU) and scale_xN.json of `tools/gpu.sh scale` (N GPUs), as many as
-there are. With --check it writes nothing; the exit code is 1 where the page is not what the results make.
+Reads bench_random.json and simulated_ranks.json (one GPU) and scale_xN.json of `tools/gpu.sh scale` (N GPUs), as many
+as there are. With --check it writes nothing; the exit code is 1 where the page is not what the results make.
 """
 
 import argparse
@@ -230,8 +230,9 @@ def predicted_section(model, runs):
     python bench/scale/scale_model.py --fabric {WITHIN} --fabric {BEYOND}
 
 predicts the attention of one layer (64 query heads, 4 KV heads of 128, bfloat16, batch 1). It uses measurements on one
-H200. `bench/results/bench_random.json` has forward and backward end to end. `bench/results/simulated_ranks.json` has the
-slowest of eight simulated ranks at a million tokens, whose calls one GPU runs one after the other.
+H200. `bench/results/bench_random.json` has both passes end to end with random blocks.
+`bench/results/simulated_ranks.json` has the slowest of eight simulated ranks at a million tokens, whose calls one GPU
+runs one after the other.
 
 {fill(model_of_time)}
 
