@@ -71,6 +71,17 @@ __device__ inline bool own_capacity(const PlanArgs& args, const StepRequest& req
   return all;
 }
 
+/// What a step adds to sequence b, for the kernels behind; `overflow` where that does not fit. One thread.
+__device__ __forceinline__ void write_plan(const PlanArgs& args, const StepRequest& request, int b, bool fits) {
+  args.plan[b] = {.before = max(request.before, 0),
+                  .added = fits ? request.added : 0,
+                  .sequence = b,
+                  .completed = fits ? request.completed : 0,
+                  .served = 0,
+                  .q_begin = request.q_begin};
+  if (request.added > 0 && !fits) *args.overflow = 1;
+}
+
 /// Rows of heads of tokens, in 16-byte vectors: from(token, head) to to(token, head), nothing where that is
 /// null. The grid's x is over tokens.
 template <class From, class To>

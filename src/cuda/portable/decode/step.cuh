@@ -11,14 +11,7 @@ __global__ void __launch_bounds__(256) plan_step(const __grid_constant__ PlanArg
   const int b = blockIdx.x;
   const StepRequest request(args.geometry, args.lengths, args.num_new, args.positions, b);
   const bool fits = request.possible && __syncthreads_and(own_capacity(args, request, b));
-  if (threadIdx.x > 0) return;
-  args.plan[b] = {.before = max(request.before, 0),
-                  .added = fits ? request.added : 0,
-                  .sequence = b,
-                  .completed = fits ? request.completed : 0,
-                  .served = 0,
-                  .q_begin = request.q_begin};
-  if (request.added > 0 && !fits) *args.overflow = 1;
+  if (threadIdx.x == 0) write_plan(args, request, b, fits);
 }
 
 /// Grid y: kind of tokens, z: sequence.

@@ -98,15 +98,7 @@ __device__ __forceinline__ void append(const AppendCompressArgs& args, int b) {
     if (e < vectors) early[i] = read(item_of(e));
   }
   const bool fits = has_capacity(args, request, b);
-  if (threadIdx.x == 0) {
-    args.plan[b] = {.before = max(request.before, 0),
-                    .added = fits ? request.added : 0,
-                    .sequence = b,
-                    .completed = fits ? request.completed : 0,
-                    .served = 0,
-                    .q_begin = request.q_begin};
-    if (request.added > 0 && !fits) *args.overflow = 1;
-  }
+  if (threadIdx.x == 0) write_plan(args, request, b, fits);
   if (p.starts) clear_rows<T>(args, request, b);
   if (!fits) return;
 #pragma unroll
