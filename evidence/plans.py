@@ -2,7 +2,7 @@
 
 Models are options of `nsa train` on top of the plan's. `recipe-2` is its default (partial RoPE), `recipe-1` the same
 with full RoPE. The ablations change one thing in recipe-1. `blocks-A-B-C-D` has kernel size A, kernel stride B, block
-size C and top-k D.
+size C and top-k D; `recipe-2-A-B-C-D` is recipe-2 with these.
 """
 
 from collections.abc import Mapping
@@ -54,6 +54,25 @@ ABLATIONS = {
     "paper-blocks-and-kv": "--preset paper --rope-theta 500000",
     "paper": "--preset paper",
     "full-partial-rope": "--attention full --partial-rotary-factor .5",
+}
+# The recipe with other blocks.
+BLOCKS = {
+    "recipe-2-" + "-".join(map(str, sizes)): "--kernel-size {} --kernel-stride {} --block-size {} --topk {}".format(*sizes)
+    for sizes in ((16, 8, 32, 32), (16, 16, 32, 32), (16, 16, 64, 16), (32, 16, 64, 16), (32, 16, 32, 32))
+}
+# What full attention may gain from other settings, and the recipe with the same learning rates.
+TUNING = {
+    f"{name}-{kind}": f"{options} {change}".strip()
+    for name, options in ((BASE, MAIN[BASE]), (RECIPE, MAIN[RECIPE]))
+    for kind, change in {
+        "lr-half": "--lr .0005",
+        "lr-double": "--lr .002",
+        "warmup-200": "--warmup-steps 200",
+        "theta-10000": "--rope-theta 10000",
+        "theta-100000": "--rope-theta 100000",
+        "qk-norm": "--qk-norm",
+    }.items()
+    if name == BASE or kind.startswith("lr-")
 }
 # Associative recall beyond the window, in the recipe's blocks. The models are trained on this task only.
 RECALL = (
@@ -181,7 +200,7 @@ PLANS = {
     "ablations": Plan(
         "Ablations: byte-level, context 8192, 49 million bytes",
         "--steps 1500",
-        some(BASE, RECIPE, "recipe-1", WINDOW, "no-selector-loss") | ABLATIONS,
+        some(BASE, RECIPE, "recipe-1", WINDOW, "no-selector-loss") | ABLATIONS | BLOCKS | TUNING,
         seeds=(1,),
     ),
     "ablations-bpe": Plan(
