@@ -60,8 +60,8 @@ std::string describe_backends();
 /// The variant of its kernels that `backend` (not kAuto) runs on this machine: "avx512bf16", "portable", ...
 std::string variant_of(Backend backend);
 
-/// A line per instruction set the CPU backend has kernels for, best first: whether this machine can run it; then which
-/// one is chosen and why (NSA_CPU_ISA).
+/// A line per instruction set the CPU backend has kernels for, newest first: whether this machine can run it; then
+/// which one is chosen and why (NSA_CPU_ISA).
 std::string describe_instruction_sets();
 
 /// A line per CUDA device: name, compute capability, memory, why the backend cannot use it; or why there is none.

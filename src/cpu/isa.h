@@ -2,11 +2,12 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "nsa/status.h"
 
-/// SET(name, whether this build has it), best first. The names are the values of NSA_CPU_ISA, and the namespaces of the
-/// kernels.
+/// SET(name, whether this build has it), newest first. The names are the values of NSA_CPU_ISA, and the namespaces of
+/// the kernels.
 #define NSA_CPU_SETS(SET)             \
   SET(avx512bf16, NSA_CPU_AVX512BF16) \
   SET(avx512, NSA_CPU_AVX512)         \
@@ -26,7 +27,10 @@ const char* name_of(Isa isa);
 /// Whether this build and this machine have it.
 bool available(Isa isa);
 
-/// The best that is available, or what NSA_CPU_ISA asks for; an error if that is unknown or not available.
+/// The fastest of the sets that `usable` accepts, on a processor of this vendor, as cpuid names it.
+Isa fastest_isa(std::string_view vendor, bool (*usable)(Isa));
+
+/// The fastest that is available, or what NSA_CPU_ISA asks for; an error if that is unknown or not available.
 Status choose_isa(Isa& chosen);
 
 /// As nsa::describe_instruction_sets.

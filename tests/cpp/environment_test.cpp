@@ -1,4 +1,4 @@
-// NSA_LOG, NSA_DUMP, NSA_BACKEND, NSA_CUDA_KERNELS, NSA_CUDA_DS_MIB and NSA_BATCH_INVARIANT.
+// NSA_LOG, NSA_DUMP, NSA_BACKEND, NSA_CPU_ISA, NSA_CUDA_KERNELS, NSA_CUDA_DS_MIB and NSA_BATCH_INVARIANT.
 #include <gtest/gtest.h>
 
 #include <unistd.h>
@@ -10,6 +10,7 @@
 #include <string>
 
 #include "core/backend.h"
+#include "cpu/isa.h"
 #include "support/environment.h"
 #include "support/tensor.h"
 
@@ -60,6 +61,36 @@ TEST(Backends, TheEnvironmentChoosesUnlessTheCallDoes) {
   EXPECT_EQ(choose_backend({}, {}, chosen).message(), "NSA_BACKEND = 'gpu': must be auto, cpu, cuda or reference");
   EXPECT_EQ(compress(Example().params).message(),
             "compress: NSA_BACKEND = 'gpu': must be auto, cpu, cuda or reference");
+}
+
+TEST(InstructionSets, AutoTakesTheFastestOfTheVendor) {
+  using cpu::Isa;
+  const auto all = [](Isa) { return true; };
+  const auto without_bf16 = [](Isa isa) { return isa != Isa::avx512bf16; };
+  const auto bf16_alone = [](Isa isa) { return isa == Isa::avx512bf16 || isa == Isa::portable; };
+  const auto old = [](Isa isa) { return isa == Isa::avx2 || isa == Isa::portable; };
+  const auto arm = [](Isa isa) { return isa == Isa::neonbf16 || isa == Isa::neon || isa == Isa::portable; };
+  EXPECT_EQ(cpu::fastest_isa("GenuineIntel", all), Isa::avx512);
+  EXPECT_EQ(cpu::fastest_isa("GenuineIntel", bf16_alone), Isa::avx512bf16);
+  for (const char* vendor : {"AuthenticAMD", "HygonGenuine", ""}) {
+    EXPECT_EQ(cpu::fastest_isa(vendor, all), Isa::avx512bf16) << vendor;
+  }
+  for (const char* vendor : {"GenuineIntel", "AuthenticAMD", ""}) {
+    EXPECT_EQ(cpu::fastest_isa(vendor, without_bf16), Isa::avx512) << vendor;
+    EXPECT_EQ(cpu::fastest_isa(vendor, old), Isa::avx2) << vendor;
+    EXPECT_EQ(cpu::fastest_isa(vendor, arm), Isa::neonbf16) << vendor;
+  }
+}
+
+TEST(InstructionSets, TheDescriptionSaysWhichSetRunsAndWhy) {
+  {
+    const Environment isa("NSA_CPU_ISA", "auto");
+    EXPECT_NE(
+        describe_instruction_sets().find(std::string("chosen: ") + cpu::variant() + ", the fastest on this processor"),
+        std::string::npos);
+  }
+  const Environment isa("NSA_CPU_ISA", "portable");
+  EXPECT_NE(describe_instruction_sets().find("chosen: portable, NSA_CPU_ISA = portable"), std::string::npos);
 }
 
 TEST(Backends, KernelsThatThereAreNotAreAnError) {
