@@ -57,7 +57,9 @@ ABLATIONS = {
 }
 # The recipe with other blocks.
 BLOCKS = {
-    "recipe-2-" + "-".join(map(str, sizes)): "--kernel-size {} --kernel-stride {} --block-size {} --topk {}".format(*sizes)
+    "recipe-2-" + "-".join(map(str, sizes)): "--kernel-size {} --kernel-stride {} --block-size {} --topk {}".format(
+        *sizes
+    )
     for sizes in ((16, 8, 32, 32), (16, 16, 32, 32), (16, 16, 64, 16), (32, 16, 64, 16), (32, 16, 32, 32))
 }
 # What full attention may gain from other settings, and the recipe with the same learning rates.
