@@ -40,10 +40,11 @@ struct NeedleCommand {
     fmt::print("device: {}\n", device.text);
     for (const auto length : options.lengths) baseline.print(opened.model().config().nsa, length);
     fmt::print(
-        "{} samples each; exact: all tokens of the answer, with its 95 % interval; gain: nats per token from the "
+        "{}, {} samples each; exact: all tokens of the answers, with its 95 % interval; gain: nats per token from the "
         "needle\n",
-        options.samples);
-    fmt::print("{:>9} {:>6} {:>14} {:>14} {:>13} {:>6}\n", "length", "depth", "exact", "", "tokens right", "gain");
+        options.task, options.samples);
+    fmt::print("{:>9} {:>6} {:>14} {:>14} {:>14} {:>13} {:>6}\n", "length", "depth", "exact", "", "answers right",
+               "tokens right", "gain");
     const auto print = [this](std::int64_t length, const auto& row) { print_row(length, row); };
     const auto cells = lm::run_needle(opened, texts.documents, options, print);
     json.write(to_json(cells, opened.model().config().nsa));
@@ -57,9 +58,9 @@ struct NeedleCommand {
       const double exact = cell.exact / static_cast<double>(options.samples);
       const auto [low, high] = lm::wilson_interval(cell.exact, options.samples);
       const auto shade = shades[static_cast<std::size_t>(exact * static_cast<double>(shades.size() - 1))];
-      fmt::print("{:>9} {:>6.2f} {:>6}{}{}{} {:>5.1f} {:>14} {:>13.1f} {:>6.2f}\n", length, options.depths[d], "",
-                 shade, shade, shade, 100 * exact, fmt::format("{:.1f} - {:.1f}", 100 * low, 100 * high),
-                 100 * cell.accuracy, cell.loss_without - cell.loss);
+      fmt::print("{:>9} {:>6.2f} {:>6}{}{}{} {:>5.1f} {:>14} {:>14.1f} {:>13.1f} {:>6.2f}\n", length, options.depths[d],
+                 "", shade, shade, shade, 100 * exact, fmt::format("{:.1f} - {:.1f}", 100 * low, 100 * high),
+                 100 * cell.answers, 100 * cell.accuracy, cell.loss_without - cell.loss);
     }
     std::fflush(stdout);
   }
@@ -67,11 +68,14 @@ struct NeedleCommand {
   nlohmann::json to_json(const std::vector<std::vector<lm::NeedleCell>>& cells, const NSAConfig& nsa) const {
     nlohmann::json out = {{"kind", "nsa-needle"},       {"checkpoint", checkpoint.path}, {"set", checkpoint.changes},
                           {"lengths", options.lengths}, {"depths", options.depths},      {"samples", options.samples}};
+    out["task"] = options.task;
+    if (options.task != "single") out["lines"] = options.lines;
     baseline.describe(out, nsa, options.lengths);
     for (const auto& row : cells) {
       std::map<std::string, nlohmann::json> lines;
       for (const auto& cell : row) {
         lines["accuracy"].push_back(cell.accuracy);
+        lines["answers"].push_back(cell.answers);
         lines["exact"].push_back(cell.exact / static_cast<double>(options.samples));
         lines["exact_interval"].push_back(lm::wilson_interval(cell.exact, options.samples));
         lines["loss"].push_back(cell.loss);
@@ -103,6 +107,15 @@ void add_needle(CLI::App& app) {
       ->check(CLI::Range(0.0, 1.0));
   command->add_option("--samples", options.samples, "Number of samples per length and depth")
       ->check(CLI::Range(1, 100000));
+  command
+      ->add_option(
+          "--task", options.task,
+          "Task, as in RULER: single; multikey: the others of --lines have other keys; multivalue: the same "
+          "key, all values are asked for in order; multiquery: all lines are asked for; tracking: each value is "
+          "the key of the next line. --depths places the first line, the others are anywhere")
+      ->check(CLI::IsMember(lm::needle_tasks()));
+  command->add_option("--lines", options.lines, "Key-value lines in the context, for --task other than single")
+      ->check(CLI::Range(2, 1024));
   command->add_option("--needle", options.needle, "Needle template with the placeholders {key} and {value}")
       ->default_str("'\\n{key} = {value}\\n'");
   command

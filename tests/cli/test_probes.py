@@ -74,6 +74,35 @@ def test_needle_is_a_table_of_lengths_and_depths(trained, tmp_path):
         assert 0 <= low <= exact <= high <= 1 and high - low > 0.5  # two samples tell little
 
 
+@pytest.mark.parametrize("task", ["multikey", "multivalue", "multiquery", "tracking"])
+@pytest.mark.parametrize("attention", ["nsa", "full"])
+def test_needle_tasks_score_answers(trained, tmp_path, attention, task):
+    """Several answers share a context: one may be right where another is wrong."""
+    arguments = "--lengths 250 --depths 0,1 --samples 3 --lines 3 --task".split()
+    baseline = ["--baseline", "quest", "--budget", 64] if attention == "full" else []
+    out, text = result(tmp_path, "needle", trained[attention], *arguments, task, *baseline)
+    assert (out["task"], out["lines"]) == (task, 3) and f"{task}, 3 samples each" in text
+    for exact, answers, tokens in zip(*(out[name][0] for name in ("exact", "answers", "accuracy")), strict=True):
+        assert 0 <= exact <= answers <= 1 and 0 <= tokens <= 1
+    message = refused("needle", trained[attention], "--task", task, "--lengths", 64, "--lines", 9)
+    assert "length 64: too short for needle, question and answer" in message
+
+
+def test_needle_has_one_line_without_a_task(trained, tmp_path):
+    arguments = "--lengths 64 --depths 0.5 --samples 2".split()
+    out, _ = result(tmp_path, "needle", trained["full"], *arguments)
+    single, _ = result(tmp_path, "needle", trained["full"], *arguments, "--task", "single", "--lines", 9)
+    assert out == single and out["task"] == "single" and "lines" not in out and out["answers"] == out["exact"]
+    assert "--task: two not in" in refused("needle", trained["full"], "--task", "two")
+
+
+def test_a_forward_of_many_needle_contexts_is_split(trained, tmp_path):
+    """135 contexts of 1000 tokens take three forwards; each sample has its own loss without the needle."""
+    arguments = "--lengths 1000 --depths 0,1 --threads 2 --samples".split()
+    many, few = (result(tmp_path, "needle", trained["window"], *arguments, n)[0] for n in (45, 44))
+    assert many["loss"][0][0] * 45 - few["loss"][0][0] * 44 == pytest.approx(many["loss"][0][0], rel=0.3)
+
+
 def test_needle_asks_at_eleven_depths(trained, tmp_path):
     out, text = result(tmp_path, "needle", trained["full"], "--lengths", 64, "--samples", 1)
     assert out["depths"] == pytest.approx([d / 10 for d in range(11)])

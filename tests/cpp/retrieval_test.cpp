@@ -233,6 +233,38 @@ TEST(NeedlePosition, SamplesOfADepthCoverEveryOffsetOfABlock) {
   for (std::uint64_t draw = 0; draw < 10; ++draw) EXPECT_LE(needle_place(1, 4, draw), 4);
 }
 
+TEST(NeedleLines, KeysAndValuesFollowTheTask) {
+  const auto drawn = [](const std::string& task) {
+    base::Random random(3);
+    return draw_needle_lines(task, 4, random);
+  };
+  const auto keys = [](const NeedleLines& drawn) {
+    std::set<std::string> found;
+    for (const auto& line : drawn.lines) found.insert(line.key);
+    return found.size();
+  };
+  const std::map<std::string, std::array<std::size_t, 3>> wanted = {
+      // lines, keys, asked
+      {"single", {1, 1, 1}},     {"multikey", {4, 4, 1}}, {"multivalue", {4, 1, 4}},
+      {"multiquery", {4, 4, 4}}, {"tracking", {4, 4, 4}},
+  };
+  ASSERT_EQ(wanted.size(), needle_tasks().size());
+  for (const auto& task : needle_tasks()) {
+    const auto found = drawn(task);
+    const std::array<std::size_t, 3> counts = {found.lines.size(), keys(found), found.asked};
+    EXPECT_EQ(counts, wanted.at(task)) << task;
+    EXPECT_EQ(found.in_order, task == "multivalue") << task;
+    for (std::size_t i = 0; i < found.lines.size(); ++i) {
+      const bool chained = task == "tracking" && i + 1 < found.lines.size();
+      EXPECT_EQ(found.lines[i].value.size(), chained ? 8 : 5);
+      if (chained) {
+        EXPECT_EQ(found.lines[i].value, found.lines[i + 1].key);
+      }
+    }
+  }
+  EXPECT_THROW(drawn("needles"), base::Error);
+}
+
 TEST(WilsonInterval, MatchesClosedForms) {
   const auto near = [](std::array<double, 2> interval, double low, double high) {
     EXPECT_NEAR(interval[0], low, 5e-4);

@@ -436,6 +436,7 @@ def test_any_name_of_a_folder(tmp_path, name, capsys, coarse):
         ("needle", {"exact": []}, "exact = .*: must be a list of 1 to"),
         ("needle", {"lengths": [1024]}, "exact: 3 items: must be 1, as lengths has"),
         ("needle", {"checkpoint": None}, "checkpoint = null: must be a text"),
+        ("needle", {"task": "multikey", "lines": "4"}, "lines = '4': must be a whole number"),
         ("needle", {"exact": [[1, 0, 0, 0, "x"]] * 3}, r"exact\[0\]\[4\] = 'x': must be a number"),
         ("inspect", {"layers": [{}]}, r"no layers\[0\].layer"),
         ("inspect", {"layers": None}, "layers = null: must be a list"),

@@ -183,7 +183,7 @@ def _bench(value: dict[str, Any], where: str) -> None:
 def _needle(value: dict[str, Any], where: str) -> None:
     some = items(number, least=1, most=256)
     fields = {"checkpoint": _path, "lengths": items(whole(1), 1, 256), "depths": some, "samples": _count}
-    record({**fields, "exact": items(some, least=1, most=256)})(value, where)
+    record({**fields, "exact": items(some, least=1, most=256)}, {"task": _text, "lines": _count})(value, where)
     same_length(value, where, "lengths", "exact")
     for i, row in enumerate(value["exact"]):
         if len(row) != len(value["depths"]):

@@ -165,7 +165,10 @@ def needle(sources: Sources) -> Figure | None:
         ax.set_xticks(range(len(result["lengths"])), [tokens(n) for n in result["lengths"]])
         ax.set_yticks(range(len(result["depths"])), [f"{100 * d:.0f} %" for d in result["depths"]])
         name = shown(result["checkpoint"].rstrip("/").split("/")[-1])
-        ax.set(xlabel="context length (tokens)", ylabel="needle depth", title=f"Needle retrieval: {name}")
+        # Tasks of one line, and files of older versions, have no number of them.
+        task = f" ({shown(result.get('task', ''))}, {result['lines']} lines)" if "lines" in result else ""
+        title = f"Needle retrieval{task}: {name}"
+        ax.set(xlabel="context length (tokens)", ylabel="needle depth", title=title)
         ax.grid(visible=False)
         fig.colorbar(image, ax=ax, label=f"retrieval accuracy (%), {result['samples']} samples each")
     return fig

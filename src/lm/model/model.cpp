@@ -155,6 +155,10 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
     }
   }
   if (state.sample) impl_->ask_selectors(*options.trace, *state.sample, state.table);
+  if (options.logit_rows.defined()) {
+    const auto rows = on_device(options.logit_rows);
+    x = {x.x.index_select(0, rows), x.added.defined() ? x.added.index_select(0, rows) : x.added};
+  }
   return impl_->logits(x, {impl_->head_weights()}).to(at::kFloat);
 }
 

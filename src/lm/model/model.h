@@ -54,6 +54,7 @@ struct ForwardOptions {
   std::int64_t selector_queries = 0;             // of a batch, for LayerTrace::selector_loss; drawn by `seed`
   bool recompute = false;                        // layers keep their inputs alone for the backward, and run again in it
   SequenceAttention attention;                   // in place of torch's dense one; `full` only
+  at::Tensor logit_rows;                         // int64, host memory: the rows to have logits; undefined: all
 };
 
 class Model {
@@ -82,8 +83,8 @@ class Model {
   /// that parameters() is empty. Called last, after place() and loading.
   void fuse();
 
-  /// Logits float32 (total, vocab_size) of the token after each token, on the device. Differentiable unless under
-  /// at::NoGradGuard.
+  /// Logits float32 (total or logit_rows, vocab_size) of the token after each token, on the device. Differentiable
+  /// unless under at::NoGradGuard.
   at::Tensor forward(const Batch& batch, const ForwardOptions& options = {}) const;
 
  private:
