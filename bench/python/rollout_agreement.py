@@ -22,6 +22,7 @@ import nsa
 from nsa.hf import NsaLlamaConfig, NsaLlamaForCausalLM
 
 NEW = 64
+CHUNK = 4096  # tokens of a prompt in one call, so that long prompts of many sequences have room
 
 
 def make_model(options: argparse.Namespace) -> NsaLlamaForCausalLM:
@@ -59,7 +60,10 @@ def decode_times(model: Any, ids: Tensor, repeats: int) -> dict[str, float]:
     with torch.inference_mode():
         for name in times:
             with nsa.replay.record(model) if name == "recorded" else nullcontext():
-                caches[name] = model(ids, use_cache=True).cache
+                cache = None
+                for chunk in ids.split(CHUNK, dim=1):
+                    cache = model(chunk, cache=cache, use_cache=True, logits_to_keep=1).cache
+            caches[name] = cache
         for _ in range(repeats):
             for name, found in times.items():
                 start = synchronized()
