@@ -18,6 +18,7 @@
 #include "base/names.h"
 #include "cli/commands.h"
 #include "cli/options.h"
+#include "lm/data/key_value_lines.h"
 #include "lm/data/tokenizer.h"
 #include "lm/model/counts.h"
 #include "lm/run/pretrained.h"
@@ -103,6 +104,12 @@ class TrainCommand {
         "--retrieval-fraction", "retrieval_fraction", config_.train.retrieval_fraction,
         "Fraction of the training tokens in key-value lines for associative recall, 0 to 0.5. Each line (NAME = VALUE) "
         "is repeated within its sequence. nsa needle evaluates this skill");
+    option(
+        "--retrieval-kinds", "retrieval_kinds", config_.train.retrieval_kinds,
+        "Kinds of key-value lines, comma-separated: single; multivalue (several values of a name); tracking (a value "
+        "is the name of another line)")
+        ->delimiter(',')
+        ->check(CLI::IsMember(lm::retrieval_kinds()));
     tokenizer_ =
         option("--tokenizer", "tokenizer", data.tokenizer,
                "Tokenizer: bytes, or the path of a SentencePiece model or, with python -m nsa, of a tokenizer.json");

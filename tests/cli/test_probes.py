@@ -122,6 +122,15 @@ def test_key_value_lines_in_training_data(corpus, tmp_path):
     assert run("again", "--retrieval-fraction", 0.3) == (once, tokens)
     without, same_tokens = run("without")
     assert without != once and same_tokens == tokens
+    kinds = ("--retrieval-fraction", 0.3, "--retrieval-kinds")
+    assert run("single", *kinds, "single") == (once, tokens)
+    several, _ = run("several", *kinds, "single,multivalue,tracking")
+    assert several != once and run("several-again", *kinds, "single,multivalue,tracking")[0] == several
+    config = json.loads((tmp_path / "several" / "config.json").read_text())
+    assert config["train"]["retrieval_kinds"] == ["single", "multivalue", "tracking"]
+    assert "--retrieval-kinds: chains not in" in refused(
+        "train", "--out", tmp_path / "x", "--retrieval-kinds", "chains"
+    )
     assert "retrieval_fraction = 0.7: must be 0 ... 0.5" in refused(
         "train", "--out", tmp_path / "x", "--retrieval-fraction", 0.7
     )

@@ -158,6 +158,58 @@ TEST(KeyValueLines, DependOnTheSeedAlone) {
   EXPECT_EQ(inserted(0, 1), numbers(dots().batch.tokens));
 }
 
+/// Keys and values of the lines in the order of a sequence of 4000 that holds lines of one kind.
+std::vector<KeyValue> lines_of(const std::string& kind, double pairs) {
+  const auto tokenizer = make_tokenizer("bytes");
+  auto batch = dots();
+  insert_key_value_lines(batch, 0.3, pairs, *tokenizer, 7, {kind});
+  const auto tokens = numbers(batch.batch.tokens);
+  const std::string text(tokens.begin(), tokens.begin() + 4000);
+  const std::regex line("\n([A-Z]{8}) = ([A-Z]{8}|[1-9][0-9]{4})\n");
+  std::vector<KeyValue> found;
+  for (std::sregex_iterator match(text.begin(), text.end(), line), end; match != end; ++match) {
+    found.push_back({(*match)[1], (*match)[2]});
+  }
+  EXPECT_NEAR(static_cast<double>(found.size()), 0.3 * 4000 / 18, 2);
+  return found;
+}
+
+TEST(KeyValueLines, ValuesOfAKeyRecurInOrder) {
+  for (const double pairs : {0., 1.}) {
+    std::map<std::string, std::vector<std::string>> values;
+    for (const auto& [key, value] : lines_of("multivalue", pairs)) values[key].push_back(value);
+    std::size_t several = 0;
+    for (const auto& [key, found] : values) {
+      const std::set<std::string> distinct(found.begin(), found.end());
+      several += distinct.size() > 1 ? 1 : 0;
+      EXPECT_LE(distinct.size(), 4u);
+      for (std::size_t i = distinct.size(); i < found.size(); ++i) EXPECT_EQ(found[i], found[i - distinct.size()]);
+      if (pairs == 1) {
+        EXPECT_LE(found.size(), 2 * distinct.size());
+      }
+    }
+    EXPECT_GE(several + 1, values.size());
+  }
+}
+
+TEST(KeyValueLines, ChainsLeadToNumbers) {
+  std::map<std::string, std::string> value;
+  for (const auto& line : lines_of("tracking", 0.5)) {
+    const auto [known, added] = value.emplace(line.key, line.value);
+    EXPECT_EQ(known->second, line.value);
+  }
+  std::size_t names = 0;
+  for (const auto& [key, first] : value) {
+    auto found = first;
+    int hops = 1;
+    while (found.size() == 8 && value.contains(found) && hops <= 4) found = value[found], ++hops;
+    EXPECT_EQ(found.size(), 5u) << key;
+    EXPECT_LE(hops, 4);
+    names += first.size() == 8 ? 1 : 0;
+  }
+  EXPECT_GE(2 * names, value.size() - 1);
+}
+
 /// Checks answers and their positions against plain loops over the tokens.
 void check_recall(const RecallTask& task, int pairs) {
   const auto data = make_recall_batch(task, pairs, 3, 5);

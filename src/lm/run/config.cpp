@@ -1,6 +1,7 @@
 #include "lm/run/config.h"
 
 #include <fmt/core.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -9,6 +10,7 @@
 #include "base/files.h"
 #include "base/json.h"
 #include "base/json_fields.h"
+#include "lm/data/key_value_lines.h"
 #include "lm/model/counts.h"
 #include "nsa/backend.h"
 
@@ -42,6 +44,7 @@ void for_each_field(Config& config, Visit&& visit) {
   visit("selector_loss", config.selector_loss);
   visit("selector_queries", config.selector_queries);
   visit("retrieval_fraction", config.retrieval_fraction);
+  visit("retrieval_kinds", config.retrieval_kinds);
   visit("seed", config.seed);
   visit("device", config.device);
   visit("dtype", config.dtype);
@@ -84,6 +87,14 @@ void TrainConfig::validate() const {
   in_range("selector_queries", selector_queries, 0, 1 << 16);
   if (!(retrieval_fraction >= 0 && retrieval_fraction <= 0.5))
     throw base::Error(fmt::format("retrieval_fraction = {}: must be 0 ... 0.5", retrieval_fraction));
+  const auto& known = lm::retrieval_kinds();
+  const auto unknown = [&](const std::string& kind) {
+    return std::find(known.begin(), known.end(), kind) == known.end();
+  };
+  if (retrieval_kinds.empty() || std::any_of(retrieval_kinds.begin(), retrieval_kinds.end(), unknown)) {
+    throw base::Error(fmt::format("retrieval_kinds = {}: must be some of {}", fmt::join(retrieval_kinds, ", "),
+                                  fmt::join(known, ", ")));
+  }
   in_range("threads", threads, 0, kMaxThreads);
   in_range("log_every", log_every, 1);
   in_range("eval_every", eval_every, 0);
@@ -134,8 +145,8 @@ void from_json(const nlohmann::json& json, TrainConfig& config) {
   base::FieldReader reader(json, "train");
   for_each_field(config, [&](const std::string& name, auto& value) {
     if (!json.contains(name)) {  // a run older than the field keeps its behaviour
-      if (name == "device" || name == "init" || name == "retrieval_fraction" || name == "selector_loss" ||
-          name == "selector_queries" || name == "context_warmup")
+      if (name == "device" || name == "init" || name == "retrieval_fraction" || name == "retrieval_kinds" ||
+          name == "selector_loss" || name == "selector_queries" || name == "context_warmup")
         return;
       if (name == "phi_lr_scale") return void(config.phi_lr_scale = 1);
     }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <vector>
 
 #include "lm/data/config.h"
 #include "lm/model/config.h"
@@ -33,6 +34,7 @@ struct TrainConfig {
   double selector_loss = 0;           // weight of sum over layers of selector_loss()
   std::int64_t selector_queries = 0;  // that it asks of a batch; 0: default_selector_queries()
   double retrieval_fraction = 0;      // fraction of the tokens in key-value lines, see insert_key_value_lines()
+  std::vector<std::string> retrieval_kinds = {"single"};  // of these lines
   std::uint64_t seed = 0;
   std::string device = "cpu";     // cpu or cuda, also when resuming
   std::string dtype = "auto";     // auto, float32, bfloat16

@@ -208,7 +208,8 @@ std::vector<Trainer::NextBatch> Trainer::next_batches(std::int64_t& tokens) {
     batches.push_back({make_batch(corpus_.train, rows), static_cast<std::uint64_t>(i)});
     if (train.retrieval_fraction == 0) continue;
     const auto seed = base::derive_seed({train.seed, 3, static_cast<std::uint64_t>(first)});
-    insert_key_value_lines(batches.back().rows, train.retrieval_fraction, pair_fraction(), *tokenizer_, seed);
+    insert_key_value_lines(batches.back().rows, train.retrieval_fraction, pair_fraction(), *tokenizer_, seed,
+                           train.retrieval_kinds);
   }
   return batches;
 }
