@@ -46,8 +46,59 @@ struct NeedleCommand {
     fmt::print("{:>9} {:>6} {:>14} {:>14} {:>14} {:>13} {:>6}\n", "length", "depth", "exact", "", "answers right",
                "tokens right", "gain");
     const auto print = [this](std::int64_t length, const auto& row) { print_row(length, row); };
-    const auto cells = lm::run_needle(opened, texts.documents, options, print);
-    json.write(to_json(cells, opened.model().config().nsa));
+    const auto report = lm::run_needle(opened, texts.documents, options, print);
+    auto out = to_json(report.cells, opened.model().config().nsa);
+    if (options.diagnose) out["diagnosis"] = diagnosis(report.reads);
+    json.write(out);
+  }
+
+  /// Prints the KV heads that carry retrieval, and whether misses come from the selection.
+  static nlohmann::json diagnosis(const std::vector<lm::NeedleRead>& reads) {
+    const auto heads = lm::retrieval_heads(reads);
+    nlohmann::json out = {{"heads", nlohmann::json::array()}, {"misses", nlohmann::json::array()}};
+    fmt::print(
+        "\nblock of the answer, read by the query that copies it: share selected, median rank, attention mass\n");
+    fmt::print("{:>5} {:>7} {:>8}  {:>9} {:>6} {:>6}  {:>9} {:>6} {:>6}\n", "layer", "KV head", "carries", "hits: sel.",
+               "rank", "mass", "misses", "rank", "mass");
+    const auto mean = [](const lm::RetrievalHead::Mean& of) -> nlohmann::json {
+      return {
+          {"selected", of.selected}, {"median_rank", of.median_rank}, {"mass", of.mass}, {"dense_mass", of.dense_mass}};
+    };
+    for (const auto& head : heads) {
+      fmt::print("{:>5} {:>7} {:>8}  {:>10.2f} {:>6} {:>6.3f}  {:>9.2f} {:>6} {:>6.3f}\n", head.layer, head.kv_head,
+                 head.carries ? "yes" : "", head.hits.selected, head.hits.median_rank, head.hits.mass,
+                 head.misses.selected, head.misses.median_rank, head.misses.mass);
+      out["heads"].push_back({{"layer", head.layer},
+                              {"kv_head", head.kv_head},
+                              {"carries", head.carries},
+                              {"hits", mean(head.hits)},
+                              {"misses", mean(head.misses)}});
+    }
+    std::size_t lost = 0;
+    for (const auto& read : reads) {
+      if (read.exact) continue;
+      const bool not_selected = lm::block_not_selected(read, heads);
+      lost += not_selected;
+      nlohmann::json blocks;
+      for (const auto& block : read.blocks) {
+        blocks.push_back({{"layer", block.layer},
+                          {"kv_head", block.kv_head},
+                          {"selected", block.selected},
+                          {"forced", block.forced},
+                          {"rank", block.rank},
+                          {"mass", block.mass},
+                          {"dense_mass", block.dense_mass}});
+      }
+      out["misses"].push_back({{"length", read.length},
+                               {"depth", read.depth},
+                               {"sample", read.sample},
+                               {"not_selected", not_selected},
+                               {"blocks", blocks}});
+    }
+    const auto misses = out["misses"].size();
+    fmt::print("misses: {} of {}; block not selected by any head that carries retrieval: {}; selected, not used: {}\n",
+               misses, reads.size(), lost, misses - lost);
+    return out;
   }
 
   /// One line per depth; a darker shade is better.
@@ -122,6 +173,8 @@ void add_needle(CLI::App& app) {
       ->add_option("--question", options.question, "Question template at the end of the context; the answer is {value}")
       ->default_str("'\\n{key} = '");
   command->add_option("--seed", options.seed, "Seed of needle positions, keys and values");
+  command->add_flag("--diagnose", options.diagnose,
+                    "Report by layer and KV head how the block of each answer is read, for attention nsa");
   state->baseline.add(*command);
   command->add_option("--dtype", state->dtype, "Data type of matmuls and attention: float32 or bfloat16")
       ->check(CLI::IsMember({"float32", "bfloat16"}));

@@ -103,6 +103,28 @@ def test_a_forward_of_many_needle_contexts_is_split(trained, tmp_path):
     assert many["loss"][0][0] * 45 - few["loss"][0][0] * 44 == pytest.approx(many["loss"][0][0], rel=0.3)
 
 
+def test_diagnosis_of_needles(trained, tmp_path):
+    """Every block is selected where topk covers the context; else those that rank first are."""
+    arguments = "--lengths 250 --depths 0,0.5 --samples 4 --diagnose".split()
+    out, text = result(tmp_path, "needle", trained["nsa"], *arguments, "--set", "topk=16")
+    found = out["diagnosis"]
+    assert [(head["layer"], head["kv_head"]) for head in found["heads"]] == [(0, 0)]
+    missed = sum(4 - round(4 * exact) for exact in out["exact"][0])
+    assert len(found["misses"]) == missed > 0 and f"misses: {missed} of 8" in text
+    for miss in found["misses"]:
+        (block,) = miss["blocks"]
+        assert block["selected"] and 0 < block["mass"] == pytest.approx(block["dense_mass"], rel=1e-4)
+        assert miss["depth"] in (0, 0.5) and 0 <= miss["sample"] < 4
+    some, _ = result(tmp_path, "needle", trained["nsa"], *arguments, "--set", "topk=9")
+    blocks = [miss["blocks"][0] for miss in some["diagnosis"]["misses"]]
+    assert {block["selected"] for block in blocks if not block["forced"]} == {False, True}
+    for block in blocks:
+        assert (block["mass"] > 0) == block["selected"] and block["mass"] >= block["dense_mass"] * block["selected"]
+        # The first block and two local ones are among the topk.
+        assert block["forced"] or block["selected"] == (block["rank"] < 9 - 3)
+    assert "attention full: only a model with attention nsa" in refused("needle", trained["full"], *arguments)
+
+
 def test_needle_asks_at_eleven_depths(trained, tmp_path):
     out, text = result(tmp_path, "needle", trained["full"], "--lengths", 64, "--samples", 1)
     assert out["depths"] == pytest.approx([d / 10 for d in range(11)])

@@ -162,6 +162,11 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
   return impl_->logits(x, {impl_->head_weights()}).to(at::kFloat);
 }
 
+at::Tensor Model::compressed_keys(std::size_t layer, const at::Tensor& k_cmp) const {
+  const auto phi = impl_->blocks[layer].weights(impl_->dtype).phi_k;
+  return lm::compressed_keys(k_cmp, phi, impl_->rotation(k_cmp.size(0)), impl_->config.nsa);
+}
+
 void Model::Impl::ask_selectors(std::vector<LayerTrace>& trace, const SelectorSample& sample,
                                 const Rotation& rotations) const {
   std::vector<SelectorInputs> asked;

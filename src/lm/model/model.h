@@ -87,6 +87,9 @@ class Model {
   /// unless under at::NoGradGuard.
   at::Tensor forward(const Batch& batch, const ForwardOptions& options = {}) const;
 
+  /// The compressed keys (blocks, Hkv, Dk), rotated, of one sequence's LayerTrace::k_cmp in a layer.
+  at::Tensor compressed_keys(std::size_t layer, const at::Tensor& k_cmp) const;
+
  private:
   friend class Decoder;
   struct Impl;

@@ -70,21 +70,30 @@ std::optional<SelectionRecall> selection_recall(const at::Tensor& q, const at::T
   return SelectionRecall{sum.selected / all, sum.oracle / all, sum.random / all};
 }
 
-}  // namespace
-
-std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_t>& tokens, int num_queries) {
-  const auto& config = model.config();
-  if (config.attention != AttentionKind::kNsa) {
-    throw base::Error(
-        fmt::format("attention {}: only a model with attention nsa selects blocks", name_of(config.attention)));
-  }
-  const at::NoGradGuard no_grad;
+/// Of a forward over `tokens`, with keys.
+std::vector<LayerTrace> traced(const Model& model, const std::vector<std::int64_t>& tokens) {
+  require_selection(model);
   std::vector<LayerTrace> trace;
   ForwardOptions options;
   options.trace = &trace;
   options.trace_keys = true;
+  options.logit_rows = at::tensor({0}, at::kLong);
   model.forward(single(tokens), options);
+  return trace;
+}
 
+}  // namespace
+
+void require_selection(const Model& model) {
+  const auto kind = model.config().attention;
+  if (kind == AttentionKind::kNsa) return;
+  throw base::Error(fmt::format("attention {}: only a model with attention nsa selects blocks", name_of(kind)));
+}
+
+std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_t>& tokens, int num_queries) {
+  const at::NoGradGuard no_grad;
+  const auto& config = model.config();
+  const auto trace = traced(model, tokens);
   const auto length = static_cast<std::int64_t>(tokens.size());
   const std::array<std::int32_t, 2> offsets = {0, static_cast<std::int32_t>(length)};
   std::vector<LayerView> layers;
@@ -109,6 +118,49 @@ std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_
     }
   }
   return layers;
+}
+
+std::vector<BlockRead> read_block(const Model& model, const std::vector<std::int64_t>& tokens, std::int64_t place) {
+  const at::NoGradGuard no_grad;
+  const auto trace = traced(model, tokens);
+  const NSAConfig& cfg = model.config().nsa;
+  const std::int64_t last = static_cast<std::int64_t>(tokens.size()) - 1, block = place / cfg.block_size;
+  std::vector<BlockRead> reads;
+  for (std::size_t number = 0; number < trace.size(); ++number) {
+    const LayerTrace& seen = trace[number];
+    if (!seen.gates.defined()) continue;
+    const auto positions = base::upload(at::tensor({last}, at::kLong), seen.q.device());
+    const auto q = seen.q.narrow(0, last, 1);
+    const std::int64_t group = q.size(1) / seen.k_slc.size(1);
+    // Each head by itself: its attention to the selected blocks is its own softmax.
+    const auto attention =
+        block_attention(q, seen.k_slc.repeat_interleave(group, 1), positions, cfg).squeeze(0).to(at::kDouble).cpu();
+    const std::int64_t blocks = attention.size(1);
+    at::Tensor importances;  // (Hkv, blocks)
+    if (last + 1 >= cfg.kernel_size) {
+      importances = block_importances(q, model.compressed_keys(number, seen.k_cmp), positions, blocks, cfg)
+                        .squeeze(0)
+                        .to(at::kDouble)
+                        .cpu();
+    }
+    const auto indices = seen.indices.narrow(0, last, 1).squeeze(0).to(at::kLong).cpu();  // (Hkv, topk)
+    for (std::int64_t head = 0; head < indices.size(0); ++head) {
+      const auto chosen = indices[head].masked_select(indices[head].ge(0));
+      BlockRead read{static_cast<int>(number), static_cast<int>(head)};
+      read.selected = chosen.eq(block).any().item<bool>();
+      read.forced = is_forced(block, last, cfg);
+      const auto masses = attention.narrow(0, head * group, group);  // (G, blocks)
+      const auto here = masses.select(1, block);
+      read.dense_mass = here.mean().item<double>();
+      if (read.selected) read.mass = (here / masses.index_select(1, chosen).sum(1)).mean().item<double>();
+      for (std::int64_t b = 0; importances.defined() && b < blocks; ++b) {
+        if (is_forced(b, last, cfg)) continue;
+        read.rank += importances[head][b].item<double>() > importances[head][block].item<double>() ? 1 : 0;
+      }
+      reads.push_back(read);
+    }
+  }
+  return reads;
 }
 
 void to_json(nlohmann::json& json, const LayerView& layer) {

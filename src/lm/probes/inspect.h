@@ -42,10 +42,26 @@ struct LayerView {
   at::Tensor blocks;                                 // int32 (S, Hkv, topk) of all queries, in host memory
 };
 
+/// Throws Error unless the model's attention is `nsa`.
+void require_selection(const Model& model);
+
 /// Runs the model over `tokens`, without gradients; the maps hold `num_queries` evenly spaced positions, the last token
 /// among them; of the layers that are sparse. Throws Error unless the model's attention is `nsa`.
 std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_t>& tokens, int num_queries);
 
 void to_json(nlohmann::json& json, const LayerView& layer);
+
+/// How one query of a KV head's group reads one block in the selected branch; masses are means over the group's heads.
+struct BlockRead {
+  int layer = 0, kv_head = 0;
+  bool selected = false, forced = false;
+  std::int64_t rank = 0;  // by importance among the blocks that are not forced, 0: first
+  double mass = 0;        // of the attention to the selected blocks
+  double dense_mass = 0;  // of the attention that the branch would have to the whole past
+};
+
+/// How the query of the last token reads the block of token `place`, in each KV head of each sparse layer. Throws as
+/// inspect() does.
+std::vector<BlockRead> read_block(const Model& model, const std::vector<std::int64_t>& tokens, std::int64_t place);
 
 }  // namespace nsa::lm

@@ -58,20 +58,26 @@ class Haystack {
   Tokens tokens_;
 };
 
+struct Answer {
+  std::int64_t place = 0, source = 0;  // where it begins, and where its needle does
+  Tokens tokens;
+};
+
 /// A context with questions and answers at its end.
 struct Probe {
   Tokens context;
-  std::vector<std::pair<std::int64_t, Tokens>> answers;  // where each begins
+  std::vector<Answer> answers;
 
-  void ask(const Tokens& question, const Tokens& answer) {
+  void ask(const Tokens& question, const Tokens& answer, std::int64_t source) {
     context.insert(context.end(), question.begin(), question.end());
-    answers.emplace_back(context.size(), answer);
+    answers.push_back({static_cast<std::int64_t>(context.size()), source, answer});
     context.insert(context.end(), answer.begin(), answer.end());
   }
 };
 
 struct Outcome {
-  double right = 0, answers = 0, loss = 0;  // shares of tokens and of answers right, nats per token
+  double right = 0, answers = 0, loss = 0;        // shares of tokens and of answers right, nats per token
+  std::size_t wrong_answer = 0, wrong_token = 0;  // the first that is not right
 };
 
 /// How the model continues contexts with their answers, each token given those before. Contexts share a forward.
@@ -80,10 +86,10 @@ std::vector<Outcome> ask(const Model& model, ForwardOptions forward, const std::
   Tokens rows, targets;
   std::int64_t begin = 0;
   for (const Probe& probe : probes) {
-    for (const auto& [place, answer] : probe.answers) {
-      for (std::size_t i = 0; i < answer.size(); ++i) {
-        rows.push_back(begin + place + static_cast<std::int64_t>(i) - 1);
-        targets.push_back(answer[i]);
+    for (const Answer& answer : probe.answers) {
+      for (std::size_t i = 0; i < answer.tokens.size(); ++i) {
+        rows.push_back(begin + answer.place + static_cast<std::int64_t>(i) - 1);
+        targets.push_back(answer.tokens[i]);
       }
     }
     contexts.emplace_back(probe.context.begin(), probe.context.end() - 1);
@@ -99,11 +105,15 @@ std::vector<Outcome> ask(const Model& model, ForwardOptions forward, const std::
   for (const Probe& probe : probes) {
     const auto first = row;
     auto& outcome = outcomes.emplace_back();
-    for (const auto& [place, answer] : probe.answers) {
-      const auto size = static_cast<std::int64_t>(answer.size());
-      if (right.narrow(0, row, size).all().item<bool>())
-        outcome.answers += 1.0 / static_cast<double>(probe.answers.size());
-      row += size;
+    bool all = true;
+    for (std::size_t a = 0; a < probe.answers.size(); ++a) {
+      const std::size_t size = probe.answers[a].tokens.size();
+      std::size_t i = 0;
+      while (i < size && right[row + static_cast<std::int64_t>(i)].item<bool>()) ++i;
+      if (i == size) outcome.answers += 1.0 / static_cast<double>(probe.answers.size());
+      if (i < size && all) outcome.wrong_answer = a, outcome.wrong_token = i;
+      all = all && i == size;
+      row += static_cast<std::int64_t>(size);
     }
     outcome.right = right.narrow(0, first, row - first).to(at::kFloat).mean().item<float>();
     outcome.loss = losses.narrow(0, first, row - first).mean().item<float>();
@@ -121,7 +131,7 @@ struct Sample {
   std::uint64_t draw = 0;            // see needle_place()
   bool in_order = false;
 
-  Probe without() const { return finished(hay); }
+  Probe without() const { return finished(hay, std::vector<std::int64_t>(needles.size())); }
 
   Probe at(double depth) const {
     auto all = places;
@@ -131,23 +141,37 @@ struct Sample {
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return all[a] < all[b]; });
     Tokens context;
+    std::vector<std::int64_t> sources(needles.size());
     auto from = hay.begin();
     for (const std::size_t i : order) {
       context.insert(context.end(), from, hay.begin() + all[i]);
+      sources[i] = static_cast<std::int64_t>(context.size());
       context.insert(context.end(), needles[i].begin(), needles[i].end());
       from = hay.begin() + all[i];
     }
     context.insert(context.end(), from, hay.begin() + room);
-    return finished(std::move(context));
+    return finished(std::move(context), sources);
   }
 
  private:
-  Probe finished(Tokens context) const {
+  Probe finished(Tokens context, const std::vector<std::int64_t>& sources) const {
     Probe probe{std::move(context), {}};
-    for (std::size_t i = 0; i < questions.size(); ++i) probe.ask(questions[i], answers[i]);
+    for (std::size_t i = 0; i < questions.size(); ++i) probe.ask(questions[i], answers[i], sources[i]);
     return probe;
   }
 };
+
+/// How the query before the outcome's first wrong token reads the block that it must copy it from.
+std::vector<BlockRead> read_source(const Model& model, const Probe& probe, const Outcome& outcome) {
+  const Answer& answer = probe.answers[outcome.wrong_answer];
+  const auto token = static_cast<std::int64_t>(outcome.wrong_token);
+  // The value in the needle; its beginning where the tokenizer joins the value with what is around it.
+  const auto needle = probe.context.begin() + answer.source;
+  const auto end = probe.context.begin() + probe.answers[0].place;
+  const auto value = std::search(needle, end, answer.tokens.begin(), answer.tokens.end());
+  const auto source = value == end ? answer.source : value - probe.context.begin() + token;
+  return read_block(model, {probe.context.begin(), probe.context.begin() + answer.place + token}, source);
+}
 
 Sample draw_sample(const NeedleOptions& options, std::int64_t length, int number, const Tokenizer& tokenizer,
                    const Haystack& haystack) {
@@ -201,31 +225,37 @@ NeedleLines draw_needle_lines(const std::string& task, int lines, base::Random& 
     throw base::Error(fmt::format("task '{}': must be one of {}", task, fmt::join(known, ", ")));
   }
   NeedleLines drawn;
-  for (int i = 0; i < (task == "single" ? 1 : lines); ++i) drawn.lines.push_back(random_key_value(random));
-  if (task == "multivalue" || task == "multiquery" || task == "tracking") drawn.asked = drawn.lines.size();
+  drawn.lines = draw_key_value_lines(task, task == "single" ? 1 : static_cast<std::size_t>(lines), random);
+  if (task != "multikey") drawn.asked = drawn.lines.size();
   drawn.in_order = task == "multivalue";
-  for (std::size_t i = 0; i + 1 < drawn.lines.size(); ++i) {
-    if (task == "multivalue") drawn.lines[i + 1].key = drawn.lines[0].key;
-    if (task == "tracking") drawn.lines[i].value = drawn.lines[i + 1].key;
-  }
   return drawn;
 }
 
-std::vector<std::vector<NeedleCell>> run_needle(
-    const OpenedCheckpoint& opened, const std::vector<Document>& texts, const NeedleOptions& options,
-    const std::function<void(std::int64_t, const std::vector<NeedleCell>&)>& on_length) {
+NeedleReport run_needle(const OpenedCheckpoint& opened, const std::vector<Document>& texts,
+                        const NeedleOptions& options,
+                        const std::function<void(std::int64_t, const std::vector<NeedleCell>&)>& on_length) {
   constexpr std::size_t kTogether = 1 << 16;  // tokens of a forward; a GPU is not busy with much fewer
   const at::NoGradGuard no_grad;
   const Haystack haystack(texts);
-  std::vector<std::vector<NeedleCell>> rows;
+  NeedleReport report;
   for (const auto length : options.lengths) haystack.require(length);  // before the work begins
+  if (options.diagnose) require_selection(opened.model());
   for (const auto length : options.lengths) {
     std::vector<Outcome> outcomes;  // of each sample without needles, then at each depth
     std::vector<Probe> probes;
-    std::size_t tokens = 0;
+    std::size_t tokens = 0, done = 0;
     const auto flush = [&] {
       if (probes.empty()) return;
-      for (const auto& outcome : ask(opened.model(), options.forward, probes)) outcomes.push_back(outcome);
+      for (const auto& outcome : ask(opened.model(), options.forward, probes)) {
+        const auto& probe = probes[outcomes.size() - done];
+        const auto number = outcomes.size() / (options.depths.size() + 1),
+                   d = outcomes.size() % (options.depths.size() + 1);
+        outcomes.push_back(outcome);
+        if (!options.diagnose || d == 0) continue;  // without needles
+        report.reads.push_back({length, options.depths[d - 1], static_cast<int>(number), outcome.right == 1,
+                                read_source(opened.model(), probe, outcome)});
+      }
+      done = outcomes.size();
       probes.clear(), tokens = 0;
     };
     const auto add = [&](Probe probe) {
@@ -239,7 +269,7 @@ std::vector<std::vector<NeedleCell>> run_needle(
       for (const double depth : options.depths) add(sample.at(depth));
     }
     flush();
-    auto& row = rows.emplace_back(options.depths.size());
+    auto& row = report.cells.emplace_back(options.depths.size());
     auto outcome = outcomes.begin();
     for (int number = 0; number < options.samples; ++number) {
       const double guess = (outcome++)->loss;
@@ -254,7 +284,44 @@ std::vector<std::vector<NeedleCell>> run_needle(
     }
     on_length(length, row);
   }
-  return rows;
+  return report;
+}
+
+std::vector<RetrievalHead> retrieval_heads(const std::vector<NeedleRead>& reads) {
+  std::vector<RetrievalHead> heads;
+  if (reads.empty()) return heads;
+  double most = 0;
+  for (std::size_t i = 0; i < reads[0].blocks.size(); ++i) {
+    auto& head = heads.emplace_back();
+    head.layer = reads[0].blocks[i].layer, head.kv_head = reads[0].blocks[i].kv_head;
+    for (const bool exact : {true, false}) {
+      auto& mean = exact ? head.hits : head.misses;
+      std::vector<std::int64_t> ranks;
+      for (const auto& read : reads) {
+        if (read.exact != exact) continue;
+        const BlockRead& block = read.blocks[i];
+        mean.selected += block.selected, mean.mass += block.mass, mean.dense_mass += block.dense_mass;
+        ranks.push_back(block.rank);
+      }
+      if (ranks.empty()) continue;
+      for (double* const sum : {&mean.selected, &mean.mass, &mean.dense_mass})
+        *sum /= static_cast<double>(ranks.size());
+      const auto middle = ranks.begin() + static_cast<std::ptrdiff_t>(ranks.size() / 2);
+      std::nth_element(ranks.begin(), middle, ranks.end());
+      mean.median_rank = *middle;
+    }
+    most = std::max(most, head.hits.mass);
+  }
+  for (auto& head : heads) head.carries = most > 0 && head.hits.mass >= most / 2;
+  return heads;
+}
+
+bool block_not_selected(const NeedleRead& miss, const std::vector<RetrievalHead>& heads) {
+  const bool known = std::any_of(heads.begin(), heads.end(), [](const RetrievalHead& head) { return head.carries; });
+  for (std::size_t i = 0; i < heads.size(); ++i) {
+    if ((heads[i].carries || !known) && miss.blocks[i].selected) return false;
+  }
+  return true;
 }
 
 }  // namespace nsa::lm

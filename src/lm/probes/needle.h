@@ -10,6 +10,7 @@
 
 #include "base/random.h"
 #include "lm/data/key_value_lines.h"
+#include "lm/probes/inspect.h"
 #include "lm/run/open.h"
 
 namespace nsa::lm {
@@ -30,6 +31,7 @@ struct NeedleOptions {
   std::string needle = "\n{key} = {value}\n";
   std::string question = "\n{key} = ";
   ForwardOptions forward;  // how the model is run
+  bool diagnose = false;   // fills NeedleReport::reads; `nsa` only
 };
 
 /// Means over the samples of one length and depth.
@@ -60,9 +62,38 @@ std::int64_t needle_place(double depth, std::int64_t room, std::uint64_t draw);
 /// The 95 % interval of a share by Wilson's score, from `count` of `samples`.
 std::array<double, 2> wilson_interval(int count, int samples);
 
-/// cells[length][depth]; `on_length` is called when a length is done. Throws Error when the texts are too short.
-std::vector<std::vector<NeedleCell>> run_needle(
-    const OpenedCheckpoint& opened, const std::vector<Document>& texts, const NeedleOptions& options,
-    const std::function<void(std::int64_t, const std::vector<NeedleCell>&)>& on_length);
+/// How a context's first token that was not right, or else the first token of its first answer, was looked up: the
+/// query that must copy it, and the block in which it is.
+struct NeedleRead {
+  std::int64_t length = 0;
+  double depth = 0;
+  int sample = 0;
+  bool exact = false;             // are all answers right?
+  std::vector<BlockRead> blocks;  // by layer and KV head
+};
+
+struct NeedleReport {
+  std::vector<std::vector<NeedleCell>> cells;  // by length and depth
+  std::vector<NeedleRead> reads;
+};
+
+/// `on_length` is called when a length is done. Throws Error when the texts are too short.
+NeedleReport run_needle(const OpenedCheckpoint& opened, const std::vector<Document>& texts,
+                        const NeedleOptions& options,
+                        const std::function<void(std::int64_t, const std::vector<NeedleCell>&)>& on_length);
+
+/// Where retrieval happens, of reads in the same layers and KV heads.
+struct RetrievalHead {
+  int layer = 0, kv_head = 0;
+  bool carries = false;  // retrieval: its mass over hits is at least half of the largest
+  struct Mean {
+    double selected = 0;  // share of reads whose block was selected
+    double mass = 0, dense_mass = 0;
+    std::int64_t median_rank = 0;
+  } hits, misses;
+};
+std::vector<RetrievalHead> retrieval_heads(const std::vector<NeedleRead>& reads);
+/// Of a miss: did no head that carries retrieval select the block? Without hits all heads count.
+bool block_not_selected(const NeedleRead& miss, const std::vector<RetrievalHead>& heads);
 
 }  // namespace nsa::lm
