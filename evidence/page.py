@@ -404,7 +404,10 @@ def needle_section(results):
         low, high = answer["interval"][row][accuracy.index(min(accuracy))]
         return f"{min(accuracy):.0%} ({low:.0%} to {high:.0%}) / {sum(accuracy) / len(accuracy):.0%}"
 
-    rows = list(results.needles())
+    rows = []
+    for name, seed, answer in results.needles():
+        rows.append((name, seed, answer))
+        rows += ((f"{name}, {task}", seed, found) for task, found in answer.get("tasks", {}).items())
     if not rows:
         return
     lengths = sorted({length for _, _, answer in rows for length in answer["lengths"]})

@@ -101,6 +101,7 @@ class Needle(NamedTuple):
     lengths: tuple[int, ...]
     depths: str
     samples: int
+    tasks: tuple[str, ...] = ()  # those of several lines, besides the single needle
 
 
 class Plan(NamedTuple):

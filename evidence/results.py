@@ -57,7 +57,7 @@ def compact_selection(layers):
 
 def compact_needle(answer):
     """Retrieval accuracy by length and depth, with its interval, of the JSON of `nsa needle`."""
-    kept = {name: answer[name] for name in ("lengths", "depths", "samples")}
+    kept = {name: answer[name] for name in ("lengths", "depths", "samples", "lines") if name in answer}
     return kept | {"accuracy": answer["exact"], "interval": answer["exact_interval"]}
 
 

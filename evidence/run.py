@@ -134,17 +134,19 @@ class Runs:
             temporary.replace(answer)
         return json.loads(answer.read_text())
 
-    def needle(self, folder: Path, needle: Needle, *baseline: str) -> dict:
-        """Results of `nsa needle`, one call for each length."""
+    def needle(self, folder: Path, needle: Needle, *more: str) -> dict:
+        """Results of `nsa needle`, one call for each length, and of its tasks."""
         needle = needle._replace(
             lengths=self.given.lengths or needle.lengths, samples=self.given.samples or needle.samples
         )
         dtype = ["--dtype", "bfloat16"] if self.about["gpu"] else []
-        options = ["--depths", needle.depths, "--samples", str(needle.samples), *dtype, *baseline]
+        options = ["--depths", needle.depths, "--samples", str(needle.samples), *dtype, *more]
         parts = [self.evaluate(folder, "needle", "--lengths", str(length), *options) for length in needle.lengths]
         found = [stored.compact_needle(part) for part in parts]
         lists = ("lengths", "accuracy", "interval")
-        return found[0] | {name: [row for part in found for row in part[name]] for name in lists}
+        own = found[0] | {name: [row for part in found for row in part[name]] for name in lists}
+        tasks = {task: self.needle(folder, needle._replace(tasks=()), *more, "--task", task) for task in needle.tasks}
+        return own | ({"tasks": tasks} if tasks else {})
 
     def shared(self, plan: Plan) -> dict:
         """Settings that all results of a plan share."""

@@ -1,5 +1,6 @@
 """The folder `evidence`: runs of the program, their results, and the pages made of them."""
 
+import argparse
 import json
 import math
 import os
@@ -19,7 +20,8 @@ sys.path.insert(0, str(ROOT))
 from evidence import page, targets
 from evidence import results as stored
 from evidence import statistics as stats
-from evidence.plans import PLANS
+from evidence.plans import PLANS, Needle
+from evidence.run import Runs
 
 from check_words import keys_at_fault
 
@@ -285,6 +287,29 @@ def test_needle_retrieval_of_model_and_baselines(tmp_path):
     plans = write("full", 2, needle=answer, needle_by_baseline=none)
     assert plans["retrieval-8k"].retrieval()["full + Quest"] == pytest.approx(0.5)
     assert targets.Measured(plans, "recipe-2").best_baseline_needle() == (text, value, 1)
+
+
+def test_needle_tasks_are_rows_of_their_own(trained, tmp_path, corpus):
+    """Results of a run and its tasks, as `nsa needle` gives them."""
+    given = argparse.Namespace(nsa=PROGRAM, limit=None, lengths=None, samples=None)
+    run = shutil.copytree(trained["nsa"], tmp_path / "run")
+    needle = Needle((64, 200), "0,1", 2, ("multikey", "tracking"))
+    with pytest.raises(SystemExit, match="task multikey"):
+        Runs(given).needle(run, needle)
+    found = Runs(given).needle(run, needle._replace(lengths=(200, 220)))
+    assert "lines" not in found and found["lengths"] == [200, 220] and list(found["tasks"]) == ["multikey", "tracking"]
+    for task, answer in found["tasks"].items():
+        assert (answer["lines"], answer["samples"], len(answer["accuracy"][0])) == (4, 2, 2)
+        assert (
+            json.loads((run / f"needle_lengths_200_depths_0,1_samples_2_task_{task}.json").read_text())["task"] == task
+        )
+    stored.write(
+        tmp_path, "retrieval-8k", {"command": "train", "options": ""}, {"model": "full", "seed": 1, "gpu": None}
+    )
+    shared = {"model": "recipe-2", "seed": 1, "gpu": None, "needle": found}
+    stored.write(tmp_path, "retrieval-8k", {}, shared)
+    rows = list(page.needle_section(stored.read_all(tmp_path)["retrieval-8k"]))[1]
+    assert all(f"| recipe-2{name} | 1 | 2 \u00d7 2 |" in rows for name in ("", ", multikey", ", tracking"))
 
 
 def test_differences_of_curves_over_time():
