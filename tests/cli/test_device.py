@@ -319,7 +319,7 @@ def test_inspect_needle_and_recall_run_on_cuda(trained_on_cuda, tmp_path):
             assert counts[0] == pytest.approx(counts[1], abs=0.02)
         rows = [layer["kv_heads"][0]["map"]["blocks"] for layer in (a, b)]
         assert sum(x == y for x, y in zip(*rows, strict=True)) >= 0.95 * len(rows[0])
-    nsa("needle", run, "--device", "cuda", "--lengths", 128, "--samples", 1)
+    nsa("needle", run, "--device", "cuda", "--lengths", 200, "--samples", 1, "--task", "tracking", "--diagnose")
     text = nsa("recall", "--device", "cuda", "--steps", 20).text
     assert chosen(text).startswith("cuda:0 ") and "chance" in text
 

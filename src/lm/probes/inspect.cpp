@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/tensor.h>
 #include <fmt/core.h>
 
@@ -125,6 +126,8 @@ std::vector<BlockRead> read_block(const Model& model, const std::vector<std::int
   const auto trace = traced(model, tokens);
   const NSAConfig& cfg = model.config().nsa;
   const std::int64_t last = static_cast<std::int64_t>(tokens.size()) - 1, block = place / cfg.block_size;
+  const auto numbers = at::arange(last / cfg.block_size + 1, at::kLong);
+  const auto unforced = is_eligible(numbers, at::tensor({last}, at::kLong), cfg);
   std::vector<BlockRead> reads;
   for (std::size_t number = 0; number < trace.size(); ++number) {
     const LayerTrace& seen = trace[number];
@@ -153,9 +156,9 @@ std::vector<BlockRead> read_block(const Model& model, const std::vector<std::int
       const auto here = masses.select(1, block);
       read.dense_mass = here.mean().item<double>();
       if (read.selected) read.mass = (here / masses.index_select(1, chosen).sum(1)).mean().item<double>();
-      for (std::int64_t b = 0; importances.defined() && b < blocks; ++b) {
-        if (is_forced(b, last, cfg)) continue;
-        read.rank += importances[head][b].item<double>() > importances[head][block].item<double>() ? 1 : 0;
+      if (importances.defined()) {
+        const auto ahead = importances[head].gt(importances[head][block]);
+        read.rank = ahead.logical_and(unforced).sum().item<std::int64_t>();
       }
       reads.push_back(read);
     }
