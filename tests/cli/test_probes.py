@@ -97,7 +97,7 @@ def test_needle_has_one_line_without_a_task(trained, tmp_path):
 
 
 def test_a_forward_of_many_needle_contexts_is_split(trained, tmp_path):
-    """135 contexts of 1000 tokens take three forwards; each sample has its own loss without the needle."""
+    """135 contexts of 1000 tokens take several forwards; each sample has its own loss without the needle."""
     arguments = "--lengths 1000 --depths 0,1 --threads 2 --samples".split()
     many, few = (result(tmp_path, "needle", trained["window"], *arguments, n)[0] for n in (45, 44))
     assert many["loss"][0][0] * 45 - few["loss"][0][0] * 44 == pytest.approx(many["loss"][0][0], rel=0.3)

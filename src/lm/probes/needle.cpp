@@ -234,7 +234,8 @@ NeedleLines draw_needle_lines(const std::string& task, int lines, base::Random& 
 NeedleReport run_needle(const OpenedCheckpoint& opened, const std::vector<Document>& texts,
                         const NeedleOptions& options,
                         const std::function<void(std::int64_t, const std::vector<NeedleCell>&)>& on_length) {
-  constexpr std::size_t kTogether = 1 << 16;  // tokens of a forward; a GPU is not busy with much fewer
+  // Tokens of a forward: fewer leave a GPU idle, more take memory alone on a CPU.
+  const std::size_t together = opened.model().device().is_cuda() ? 1 << 16 : 1 << 12;
   const at::NoGradGuard no_grad;
   const Haystack haystack(texts);
   NeedleReport report;
@@ -259,7 +260,7 @@ NeedleReport run_needle(const OpenedCheckpoint& opened, const std::vector<Docume
       probes.clear(), tokens = 0;
     };
     const auto add = [&](Probe probe) {
-      if (tokens + probe.context.size() > kTogether) flush();
+      if (tokens + probe.context.size() > together) flush();
       tokens += probe.context.size();
       probes.push_back(std::move(probe));
     };
