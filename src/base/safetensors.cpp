@@ -82,10 +82,14 @@ StoredTensor read_entry(const std::string& path, const std::string& name, const 
 
 std::string_view text_of(Bytes bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
-/// Of metadata, names and data, in any order of the tensors.
-std::string checksum_of(const std::vector<StoredTensor>& tensors, const Metadata& metadata) {
+/// Of metadata, names and data, in any order of the tensors. Calls `done` after each tensor.
+template <class Done>
+std::string checksum_of(const std::vector<StoredTensor>& tensors, const Metadata& metadata, const Done& done) {
   std::uint64_t sum = hash(nlohmann::json(metadata).dump());
-  for (const auto& tensor : tensors) sum += hash(text_of(tensor.bytes), hash(tensor.name));
+  for (const auto& tensor : tensors) {
+    sum += hash(text_of(tensor.bytes), hash(tensor.name));
+    done(tensor);
+  }
   return fmt::format("{:016x}", sum);
 }
 
@@ -127,7 +131,7 @@ SafetensorsFile SafetensorsFile::open(const std::string& path, Links links) {
   }
   if (covered != data.size()) bad_header(path, fmt::format("{} bytes follow the tensors", data.size() - covered));
   if (const auto stored = file.metadata_.extract(kChecksum); !stored.empty()) {
-    file.checksum_ = checksum_of(file.tensors_, file.metadata_);
+    file.checksum_ = checksum_of(file.tensors_, file.metadata_, release);
     if (stored.mapped() != file.checksum_) {
       throw Error(fmt::format("{}: damaged: its content does not have its checksum", path));
     }
@@ -144,7 +148,7 @@ void SafetensorsFile::release(const StoredTensor& tensor) {
 }
 
 std::string write_safetensors(const std::string& path, const std::vector<StoredTensor>& tensors, Metadata metadata) {
-  const std::string sum = checksum_of(tensors, metadata);
+  const std::string sum = checksum_of(tensors, metadata, [](const StoredTensor&) {});
   metadata[kChecksum] = sum;
   nlohmann::ordered_json header;
   header["__metadata__"] = metadata;

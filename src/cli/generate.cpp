@@ -19,6 +19,7 @@
 #include "lm/data/corpus.h"
 #include "lm/data/tokenizer.h"
 #include "lm/generate/generate.h"
+#include "lm/generate/memory.h"
 #include "lm/run/checkpoint.h"
 
 namespace nsa::cli {
@@ -26,7 +27,8 @@ namespace {
 
 struct GenerateArguments {
   CheckpointOptions checkpoint;
-  std::string prompt, prompt_file, prompts, dtype;
+  std::string prompt, prompt_file, prompts, dtype, kv_cache_dtype = "auto";
+  std::uint64_t max_memory = 0;  // bytes; 0: no limit
   JsonOption json;
   bool no_cache = false, no_graph = false, ignore_end = false, no_echo = false;
   lm::GenerateOptions options;
@@ -110,8 +112,15 @@ class TextPrinter {
 void run(GenerateArguments& arguments) {
   arguments.json.open();
   const auto device = arguments.machine.choose();
-  const auto loaded = lm::load_model(arguments.checkpoint.path, arguments.checkpoint.changes, device.device,
-                                     compute_dtype(arguments.dtype, device.device));
+  const auto dtype = compute_dtype(arguments.dtype, device.device);
+  const auto limit = static_cast<std::int64_t>(arguments.max_memory);
+  arguments.options.fp8_cache = arguments.kv_cache_dtype == "fp8";
+  if (limit > 0 && device.device.is_cuda()) throw base::Error("--max-memory: limits host memory: needs --device cpu");
+  const auto loaded = lm::load_model(arguments.checkpoint.path, arguments.checkpoint.changes, device.device, dtype,
+                                     [&](const lm::ModelConfig& config) {
+                                       if (arguments.options.fp8_cache) lm::require_fp8_cache(config);
+                                       if (limit > 0) lm::require_memory_to_load(limit, config, dtype);
+                                     });
   const bool by_ids = !arguments.checkpoint.ids.empty();
   const auto tokenizer = by_ids ? nullptr : lm::tokenizer_of(arguments.checkpoint.path, loaded);
   const auto prompts = prompts_of(arguments, tokenizer.get(), loaded.model.config().vocab_size);
@@ -120,6 +129,12 @@ void run(GenerateArguments& arguments) {
 
   auto options = arguments.options;
   options.sampler.validate();
+  if (limit > 0) {
+    options.chunk = lm::chunk_within(limit, loaded.model.config(), dtype,
+                                     {.sequences = static_cast<std::int64_t>(sequences.size()),
+                                      .capacity = lm::capacity_of(sequences, options),
+                                      .fp8_cache = options.fp8_cache});
+  }
   fmt::print(stderr, "device: {}\n", device.text);
   options.cached = !arguments.no_cache;
   options.graph = !arguments.no_graph;
@@ -150,6 +165,7 @@ void run(GenerateArguments& arguments) {
                         {"checkpoint", arguments.checkpoint.path},
                         {"set", arguments.checkpoint.changes},
                         {"cached", options.cached},
+                        {"kv_cache_dtype", arguments.kv_cache_dtype},
                         {"graph", result.graph},
                         {"sequences", reports},
                         {"prefill_seconds", result.prefill_seconds},
@@ -193,9 +209,21 @@ void add_generate(CLI::App& app) {
           "Data type of matmuls and attention: float32, bfloat16, on cuda also float16; default: float32, on cuda "
           "bfloat16")
       ->check(CLI::IsMember({"float32", "bfloat16", "float16"}));
+  auto* const cache_dtype = command->add_option(
+      "--kv-cache-dtype", arguments->kv_cache_dtype,
+      "Data type of the KV cache: auto (that of --dtype) or fp8 (e4m3, half of bfloat16's memory; attention nsa only)");
+  cache_dtype->check(CLI::IsMember({"auto", "fp8"}));
+  auto* const limit = command->add_option(
+      "--max-memory", arguments->max_memory,
+      "Limit of resident memory on the CPU, in bytes or with a unit (2GiB). Prompts are read in shorter chunks to keep "
+      "it; what cannot keep it is refused");
+  limit->transform(CLI::AsSizeValue(true));
   arguments->machine.add(*command);
-  command->add_flag("--no-cache", arguments->no_cache,
-                    "Recompute the whole sequence for each token instead of using the KV cache, for comparison");
+  command
+      ->add_flag("--no-cache", arguments->no_cache,
+                 "Recompute the whole sequence for each token instead of using the KV cache, for comparison")
+      ->excludes(cache_dtype)
+      ->excludes(limit);
   command->add_flag("--no-graph", arguments->no_graph,
                     "Launch kernels one by one on cuda instead of as a CUDA graph, for comparison");
   command->add_flag("--ignore-end", arguments->ignore_end, "Continue past the end of a document");

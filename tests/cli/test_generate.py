@@ -1,10 +1,13 @@
 """nsa generate: the cache changes nothing, sampling does what its options say."""
 
 import json
+import os
+import re
+import subprocess
 
 import pytest
 
-from conftest import nsa, refused
+from conftest import PROGRAM, nsa, refused
 
 PROMPT = "def value(self): return self in None\n    import class for value in ( self )"
 
@@ -73,6 +76,62 @@ def test_bfloat16_runs(trained, tmp_path):
 
 # Of lengths below a compression block, beyond the window, none, and twice the same.
 PROMPTS = ["def value", "class self : import value in None", "", "def value", PROMPT]
+
+
+def test_a_cache_in_fp8_changes_margins_by_its_rounding(trained, tmp_path):
+    options = ["--tokens", 3, "--temperature", 0]
+    plain, _ = generated(trained["nsa"], tmp_path, *options)
+    fp8, _ = generated(trained["nsa"], tmp_path, *options, "--kv-cache-dtype", "fp8")
+    assert fp8["margins"][0] != plain["margins"][0]
+    assert fp8["margins"][0] == pytest.approx(plain["margins"][0], abs=0.05)
+
+
+@pytest.mark.parametrize("attention", ["full", "window"])
+def test_a_cache_in_fp8_is_for_sparse_attention(trained, attention):
+    message = refused("generate", trained[attention], "--kv-cache-dtype", "fp8")
+    assert f"--kv-cache-dtype fp8: attention {attention} of layer 0: must be nsa in every layer" in message
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory, corpus):
+    """Runs of one step whose activations are large, and a long prompt."""
+    folder = tmp_path_factory.mktemp("wide")
+    (folder / "prompt.txt").write_text("def value ( self )\n" * 400)
+    shape = "--layers 2 --hidden-size 512 --ffn-size 2048 --heads 8 --kv-heads 4 --head-dim 64 --context 64".split()
+    for attention in ("nsa", "full"):
+        nsa("train", "--out", folder / attention, "--data", corpus, "--attention", attention, "--steps", 1,
+            "--batch-size", 1, *shape)  # fmt: skip
+    return folder
+
+
+def with_peak(*arguments):
+    """Exit code, stderr and the most resident memory, MiB."""
+    process = subprocess.Popen([PROGRAM, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    errors = process.stderr.read().decode()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, errors, usage.ru_maxrss / 1024
+
+
+@pytest.mark.parametrize(
+    "attention, options",
+    [("nsa", []), ("nsa", ["--dtype", "bfloat16", "--kv-cache-dtype", "fp8"]), ("full", [])],
+)
+def test_max_memory_is_kept_or_refused(wide, attention, options):
+    """Refused before the model is loaded, then before the cache is made, then kept by shorter chunks of the prompt."""
+    command = ["generate", wide / attention, "--prompt-file", wide / "prompt.txt", "--tokens", 2, "--ignore-end",
+               *options]  # fmt: skip
+    limit, refusals = 1, 0
+    while True:
+        code, errors, peak = with_peak(*command, "--max-memory", f"{limit}MiB")
+        if code == 0:
+            break
+        found = re.fullmatch(r"nsa: --max-memory \d+ MiB: must be at least (\d+) MiB\b.*\n", errors)
+        assert code == 2 and found and refusals < 2, errors
+        limit, refusals = int(found[1]) + 16, refusals + 1
+    assert limit - 400 < peak <= limit
+    code, errors, unlimited = with_peak(*command)
+    assert code == 0 and peak + 50 < unlimited, errors
 
 
 @pytest.fixture

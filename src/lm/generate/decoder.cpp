@@ -18,19 +18,27 @@
 #include "lm/model/model_impl.h"
 
 namespace nsa::lm {
-namespace {
 
-// Tokens of a prompt that go through the model together. On a GPU the first of them are a forward pass; what comes
-// behind them is slower.
-constexpr std::size_t kChunkOnCpu = 4096, kChunkOnCuda = 65536;
+// On a GPU the first chunk is a forward pass; what comes behind it is slower.
+std::int64_t default_chunk(at::Device device) { return device.is_cuda() ? 65536 : 4096; }
 
-}  // namespace
+void require_fp8_cache(const ModelConfig& config) {
+  for (int i = 0; i < config.num_layers; ++i) {
+    const auto attention = config.of_layer(i).attention;
+    if (attention == AttentionKind::kNsa) continue;
+    throw base::Error(fmt::format("--kv-cache-dtype fp8: attention {} of layer {}: must be nsa in every layer",
+                                  name_of(attention), i));
+  }
+}
 
 struct Decoder::Impl {
-  Impl(const Model::Impl& model, std::int64_t capacity) : model(model), capacity(capacity) {}
+  Impl(const Model::Impl& model, const DecoderOptions& options)
+      : model(model),
+        capacity(options.capacity),
+        chunk(options.chunk > 0 ? options.chunk : default_chunk(model.device)) {}
 
   const Model::Impl& model;
-  std::int64_t capacity;
+  std::int64_t capacity, chunk;
   std::vector<std::int64_t> lengths;
   std::vector<bool> ended;
   StepState state;  // num_new is 1 for sequences that have begun and not ended; slots are dense attention's
@@ -69,10 +77,12 @@ struct Decoder::Impl {
   }
 };
 
-Decoder::Decoder(const Model& model, std::int64_t sequences, std::int64_t capacity)
-    : impl_(std::make_unique<Impl>(*model.impl_, capacity)) {
+Decoder::Decoder(const Model& model, const DecoderOptions& options)
+    : impl_(std::make_unique<Impl>(*model.impl_, options)) {
   const at::NoGradGuard no_grad;
+  const std::int64_t sequences = options.sequences, capacity = options.capacity;
   const ModelConfig& config = model.config();
+  if (options.fp8_cache) require_fp8_cache(config);
   const auto on_device = at::TensorOptions(model.device());
   impl_->lengths.assign(static_cast<std::size_t>(sequences), 0);
   impl_->ended.assign(static_cast<std::size_t>(sequences), false);
@@ -87,8 +97,9 @@ Decoder::Decoder(const Model& model, std::int64_t sequences, std::int64_t capaci
   for (const Block& block : impl_->model.blocks) {
     impl_->weights.push_back(block.weights(model.compute_dtype()));
     impl_->weights.back().weights_ready = true;  // every pass begins with kernels that wait for the cast
-    impl_->caches.push_back(
-        make_layer_cache(block.config(), sequences, capacity, on_device.dtype(model.compute_dtype()), impl_->rotation));
+    impl_->caches.push_back(make_layer_cache(block.config(), sequences, capacity,
+                                             on_device.dtype(model.compute_dtype()), options.fp8_cache,
+                                             impl_->rotation));
   }
 }
 
@@ -102,7 +113,7 @@ at::Tensor Decoder::prefill(std::int64_t sequence, std::span<const std::int64_t>
   const at::NoGradGuard no_grad;
   impl_->require_capacity(sequence, static_cast<std::int64_t>(tokens.size()));
   impl_->state.num_new.narrow(0, sequence, 1).fill_(1);
-  const auto most = impl_->model.device.is_cuda() ? kChunkOnCuda : kChunkOnCpu;
+  const auto most = static_cast<std::size_t>(impl_->chunk);
   Residual x;
   while (!tokens.empty()) {
     const auto chunk = tokens.first(std::min(tokens.size(), most));

@@ -11,12 +11,25 @@
 
 namespace nsa::lm {
 
+struct DecoderOptions {
+  std::int64_t sequences = 1;
+  std::int64_t capacity = 0;  // tokens of each sequence
+  std::int64_t chunk = 0;     // most tokens of a prompt that go through the model together; 0: the device's default
+  bool fp8_cache = false;     // what attention reads is stored in e4m3; for attention `nsa`
+};
+
+/// Tokens of a prompt that go through the model together by default.
+std::int64_t default_chunk(at::Device device);
+
+/// Throws Error where a layer's attention is not `nsa`: its cache cannot be in fp8.
+void require_fp8_cache(const ModelConfig& config);
+
 /// B sequences of lengths of their own. Weights are cast to the compute dtype once, when it is made.
 class Decoder {
  public:
-  /// `capacity`: tokens of each sequence. `model` must outlive it and keep its weights, its device and its
-  /// compute dtype.
-  Decoder(const Model& model, std::int64_t sequences, std::int64_t capacity);
+  /// `model` must outlive it and keep its weights, its device and its compute dtype. Throws Error for fp8_cache where a
+  /// layer's attention is not `nsa`.
+  Decoder(const Model& model, const DecoderOptions& options);
   ~Decoder();
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;

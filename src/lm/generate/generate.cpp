@@ -79,9 +79,10 @@ class Continuation {
         tokens_(at::zeros({static_cast<std::int64_t>(prompts.size())},
                           at::TensorOptions(model.device()).dtype(at::kLong))) {
     if (!options.cached) return;
-    std::size_t longest = 0;
-    for (const auto& prompt : prompts) longest = std::max(longest, prompt.size());
-    decoder_.emplace(model, tokens_.size(0), static_cast<std::int64_t>(longest) + options.max_tokens);
+    decoder_.emplace(model, DecoderOptions{.sequences = tokens_.size(0),
+                                           .capacity = capacity_of(prompts, options),
+                                           .chunk = options.chunk,
+                                           .fp8_cache = options.fp8_cache});
     if (!options.graph || !StepGraph::possible(model.device()) || !decoder_->steps_are_alike()) return;
     step();  // torch's matmuls allocate memory at their first call
     graph_.emplace(model.device(), [this] { step(); });
@@ -187,6 +188,12 @@ class Continuation {
 };
 
 }  // namespace
+
+std::int64_t capacity_of(const Sequences& prompts, const GenerateOptions& options) {
+  std::size_t longest = 0;
+  for (const auto& prompt : prompts) longest = std::max(longest, prompt.size());
+  return static_cast<std::int64_t>(longest) + options.max_tokens;
+}
 
 Generation generate(const Model& model, const Sequences& prompts, const GenerateOptions& options,
                     const OnToken& on_token) {

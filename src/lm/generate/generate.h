@@ -15,6 +15,8 @@ struct GenerateOptions {
   std::int64_t max_tokens = 500;  // of each sequence
   std::int64_t stop_token = -1;   // a sequence ends with it; -1: none
   bool cached = true;             // false: a full forward for each token
+  std::int64_t chunk = 0;         // most tokens of a prompt at a time; 0: default_chunk()
+  bool fp8_cache = false;         // as in DecoderOptions
   bool graph = true;              // false: a step launches each of its kernels, also where a graph can hold them
   SamplerConfig sampler;          // every sequence's own; the first one's seed is `seed`
 };
@@ -33,6 +35,9 @@ struct Generation {
 /// What is called with each new token of a sequence as soon as it is known; `last`: the sequence has no more. Returning
 /// false stops generation.
 using OnToken = std::function<bool(std::size_t sequence, std::int64_t token, bool last)>;
+
+/// Tokens of each sequence in the cache.
+std::int64_t capacity_of(const std::vector<std::vector<std::int64_t>>& prompts, const GenerateOptions& options);
 
 /// Continues all prompts side by side. Each holds at least one token. Throws Failure when logits are not finite.
 Generation generate(const Model& model, const std::vector<std::vector<std::int64_t>>& prompts,

@@ -5,6 +5,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/le.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros.h>
 
@@ -24,36 +25,46 @@ at::Tensor by_sequence(const at::Tensor& t, const CacheRows& rows) {
   return t.unflatten(0, {rows.count, t.size(0) / rows.count});
 }
 
+std::int64_t bytes_of(at::TensorList tensors) {
+  std::int64_t bytes = 0;
+  for (const at::Tensor& tensor : tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
+  return bytes;
+}
+
 /// The memory that nsa::prefill and nsa::decode read, laid out as in nsa::KVCache with one page for all tokens of a
 /// sequence; in tensors, because torch puts a first chunk there. Its capacity is reserved, so no step overflows.
 class SparseCache : public LayerCache {
  public:
   SparseCache(const ModelConfig& config, std::int64_t sequences, std::int64_t capacity,
-              const at::TensorOptions& options, const Rotation& rotation)
+              const at::TensorOptions& options, bool fp8, const Rotation& rotation)
       : cfg_(config.nsa), rotation_(rotation) {
     // A window longer than the sequence sees the same and would only take memory.
     cfg_.window_size = static_cast<int>(std::min<std::int64_t>(cfg_.window_size, capacity));
     const auto page = [](std::int64_t tokens) { return (std::max<std::int64_t>(tokens, 1) + 15) / 16 * 16; };
-    const auto pair = [&](std::int64_t tokens, at::Tensor& keys, at::Tensor& values) {
-      keys = at::zeros({sequences, tokens, config.num_kv_heads, config.head_dim}, options);
-      values = at::zeros({sequences, tokens, config.num_kv_heads, config.v_head_dim}, options);
+    const auto pair = [&](std::int64_t tokens, at::Tensor& keys, at::Tensor& values, const at::TensorOptions& stored) {
+      keys = at::zeros({sequences, tokens, config.num_kv_heads, config.head_dim}, stored);
+      values = at::zeros({sequences, tokens, config.num_kv_heads, config.v_head_dim}, stored);
     };
-    pair(page(capacity), k_slc_, v_slc_);
-    pair(page(cfg_.num_compressed(capacity)), k_c_, v_c_);
-    pair(cfg_.window_size + kRollback, k_swa_ring_, v_swa_ring_);
-    pair(cfg_.kernel_size + kRollback, k_cmp_ring_, v_cmp_ring_);
+    const auto attended = fp8 ? options.dtype(at::kFloat8_e4m3fn) : options;
+    pair(page(capacity), k_slc_, v_slc_, attended);
+    pair(page(cfg_.num_compressed(capacity)), k_c_, v_c_, attended);
+    pair(cfg_.window_size + kRollback, k_swa_ring_, v_swa_ring_, attended);
+    pair(cfg_.kernel_size + kRollback, k_cmp_ring_, v_cmp_ring_, options);
+    if (fp8) scale_ = at::ones({config.num_kv_heads}, options.dtype(at::kFloat));
     block_table_ = at::arange(sequences, options.dtype(at::kInt)).unsqueeze(1);  // sequence b has page b
     cache_seqlens_ = at::zeros({sequences}, options.dtype(at::kInt));
     overflow_ = at::zeros({1}, options.dtype(at::kInt));
   }
 
   at::Tensor attend(const BlockWeights& weights, const AttentionInputs& in, const CacheRows& rows) override {
-    // On a GPU the forward of training is faster than a prefill. It wants a compressed token.
-    if (rows.start == 0 && in.q.is_cuda() && cfg_.num_compressed(in.q.size(0)) > 0)
+    // On a GPU the forward of training is faster than a prefill. It wants a compressed token, and reads keys as they
+    // are given: not as e4m3 stores them.
+    if (rows.start == 0 && in.q.is_cuda() && !scale_.defined() && cfg_.num_compressed(in.q.size(0)) > 0)
       return attend_first(weights, in, rows);
     const auto given = [&](const at::Tensor& t) { return bridge::view_of(by_sequence(t, rows)); };
     const auto ours = [&](const at::Tensor& t) { return bridge::view_of(t.narrow(0, rows.first, rows.count)); };
     const auto o = at::empty({in.q.size(0), in.q.size(1), in.v_slc.size(2)}, in.q.options());
+    const TensorView scale = scale_.defined() ? bridge::view_of(scale_) : TensorView{};
     const DecodeParams params{
         .q = given(in.q),
         .k_cmp = given(in.k_cmp),
@@ -73,6 +84,8 @@ class SparseCache : public LayerCache {
                   .v_swa_ring = ours(v_swa_ring_),
                   .k_cmp_ring = ours(k_cmp_ring_),
                   .v_cmp_ring = ours(v_cmp_ring_),
+                  .k_scale = scale,
+                  .v_scale = scale,
                   .cache_seqlens = ours(cache_seqlens_),
                   .overflow = bridge::view_of(overflow_)},
         .weights_k = weights.phi_k.views(),
@@ -88,6 +101,10 @@ class SparseCache : public LayerCache {
   }
 
   bool steps_are_alike() const override { return true; }
+
+  std::int64_t bytes() const override {
+    return bytes_of({k_slc_, v_slc_, k_c_, v_c_, k_swa_ring_, v_swa_ring_, k_cmp_ring_, v_cmp_ring_});
+  }
 
  private:
   /// What attend does, by one forward pass among the new tokens, which then go to the cache.
@@ -131,6 +148,7 @@ class SparseCache : public LayerCache {
   const Rotation& rotation_;
   at::Tensor k_slc_, v_slc_, k_c_, v_c_, k_swa_ring_, v_swa_ring_, k_cmp_ring_, v_cmp_ring_;
   at::Tensor block_table_, cache_seqlens_, overflow_;
+  at::Tensor scale_;  // float32 (Hkv) of keys and of values in e4m3, else undefined
 };
 
 /// All keys and values in one tensor each: for full and window attention.
@@ -151,6 +169,8 @@ class DenseCache : public LayerCache {
     return config_.attention == AttentionKind::kFull && k_.is_cuda() && k_.element_size() == 2 &&
            config_.head_dim == config_.v_head_dim && config_.head_dim % 8 == 0 && config_.head_dim <= 256;
   }
+
+  std::int64_t bytes() const override { return bytes_of({k_, v_}); }
 
   at::Tensor attend(const BlockWeights&, const AttentionInputs& in, const CacheRows& rows) override {
     if (rows.start < 0 && steps_are_alike()) return step(in, rows);
@@ -236,9 +256,9 @@ class DenseCache : public LayerCache {
 }  // namespace
 
 std::unique_ptr<LayerCache> make_layer_cache(const ModelConfig& config, std::int64_t sequences, std::int64_t capacity,
-                                             const at::TensorOptions& options, const Rotation& rotation) {
+                                             const at::TensorOptions& options, bool fp8, const Rotation& rotation) {
   if (config.attention == AttentionKind::kNsa) {
-    return std::make_unique<SparseCache>(config, sequences, capacity, options, rotation);
+    return std::make_unique<SparseCache>(config, sequences, capacity, options, fp8, rotation);
   }
   return std::make_unique<DenseCache>(config, sequences, capacity, options);
 }

@@ -30,11 +30,14 @@ class LayerCache {
   virtual at::Tensor attend(const BlockWeights& weights, const AttentionInputs& in, const CacheRows& rows) = 0;
   /// Whether a step is the same kernels every time, which find its lengths on the device.
   virtual bool steps_are_alike() const = 0;
+  /// Its memory.
+  virtual std::int64_t bytes() const = 0;
 };
 
-/// The cache for the model's kind of attention, of keys and values like `options`: `capacity` tokens of each
-/// sequence. `rotation` is the table that rotates compressed keys; it must outlive the cache.
+/// The cache for a layer's kind of attention, of keys and values like `options`: `capacity` tokens of each sequence.
+/// `fp8`: what attention reads is stored in e4m3, with scales of 1; the layer's attention must be `nsa`. `rotation` is
+/// the table that rotates compressed keys; it must outlive the cache.
 std::unique_ptr<LayerCache> make_layer_cache(const ModelConfig& config, std::int64_t sequences, std::int64_t capacity,
-                                             const at::TensorOptions& options, const Rotation& rotation);
+                                             const at::TensorOptions& options, bool fp8, const Rotation& rotation);
 
 }  // namespace nsa::lm

@@ -59,9 +59,12 @@ void load_tensors(const std::string& path, const base::SafetensorsFile& file, co
 }
 
 std::optional<std::string> nonfinite_message(const std::string& where, const NamedTensors& tensors) {
+  constexpr std::int64_t kValues = std::int64_t{1} << 24;  // at a time: the check takes memory for them
   for (const auto& [name, tensor] : tensors) {
-    if (!tensor.detach().isfinite().all().item<bool>()) {
-      return fmt::format("{}: tensor '{}' holds values that are not finite", where, name);
+    for (const at::Tensor& values : tensor.detach().flatten().split(kValues)) {
+      if (!values.isfinite().all().item<bool>()) {
+        return fmt::format("{}: tensor '{}' holds values that are not finite", where, name);
+      }
     }
   }
   return {};
@@ -108,11 +111,13 @@ ModelConfig read_model_config(const std::string& path) {
 }
 
 LoadedModel load_model(const std::string& path, const std::vector<std::string>& changes, at::Device device,
-                       at::ScalarType dtype) {
+                       at::ScalarType dtype, const std::function<void(const ModelConfig&)>& before) {
   namespace fs = std::filesystem;
   if (is_pretrained(path)) {
     const PretrainedFolder folder(path);
-    LoadedModel loaded{.model = Model(with_changes(folder.config(), changes), std::nullopt, dtype),
+    const auto model = with_changes(folder.config(), changes);
+    if (before) before(model);
+    LoadedModel loaded{.model = Model(model, std::nullopt, dtype),
                        .tokenizer = folder.tokenizer(),
                        .pretrained = true,
                        .context = folder.context()};
@@ -129,7 +134,7 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
   const std::string config_path = (file_path.parent_path() / "config.json").string();
   const auto config = read_run_config(config_path);
   const auto model = with_changes(trained.model, changes);
-  const nlohmann::json before = trained.model, now = model, described = with_changes(config.model, changes);
+  const nlohmann::json former = trained.model, now = model, described = with_changes(config.model, changes);
   for (const auto& [name, value] : now.items()) {
     if (described[name] != value) {
       throw base::Error(
@@ -138,6 +143,7 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
     }
   }
   refuse_oversized(file_path.string(), file, model);
+  if (before) before(model);
   LoadedModel loaded{.model = Model(model, std::nullopt, dtype),
                      .tokenizer = config.data.tokenizer,
                      .pretrained = !config.train.init.empty(),
@@ -147,8 +153,8 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
   load_tensors(file_path.string(), file, loaded.model.parameters());
   loaded.model.fuse();
   for (const auto& [name, value] : now.items()) {
-    if (before[name] == value) continue;
-    fmt::print(stderr, "note: {} = {} by --set, trained with {}\n", name, plain(value), plain(before[name]));
+    if (former[name] == value) continue;
+    fmt::print(stderr, "note: {} = {} by --set, trained with {}\n", name, plain(value), plain(former[name]));
   }
   return loaded;
 }

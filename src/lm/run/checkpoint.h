@@ -1,6 +1,7 @@
 // Tensors and models in files.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -50,9 +51,10 @@ struct LoadedModel {
 /// `path`: a run folder, the model.safetensors in it, or a folder of transformers; `device` and `dtype`: as for
 /// Model::place, whatever the training used; `changes`: "topk=32" for each field of the model that shall be other than
 /// in training, which is noted on stderr. Throws Error when it is no sound checkpoint of this program, or when
-/// config.json in the folder describes another model than was trained.
+/// config.json in the folder describes another model than was trained. `before`, if given, is called before memory is
+/// taken for the model.
 LoadedModel load_model(const std::string& path, const std::vector<std::string>& changes, at::Device device,
-                       at::ScalarType dtype);
+                       at::ScalarType dtype, const std::function<void(const ModelConfig&)>& before = {});
 
 /// Of the model at `path`. Throws Error when it has none.
 std::unique_ptr<Tokenizer> tokenizer_of(const std::string& path, const LoadedModel& loaded);
