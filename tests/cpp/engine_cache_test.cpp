@@ -36,7 +36,8 @@ class EngineCache {
     if (options.compressed_with_tokens) table_c = {};
     swa = options.window_pages ? make(page_size, &table_swa) : make_rings(c.cfg.window_size + kRollback);
     stored_ = c.dtype;
-    const std::int64_t raw = options.shares && page_size % 32 == 0 ? 32 : page_size;
+    // A repeated page keeps the last raw tokens: l + 15 of them are needed.
+    const std::int64_t raw = options.shares && page_size % 32 == 0 && c.cfg.kernel_size + 15 <= 32 ? 32 : page_size;
     cmp = options.raw_pages ? make(raw, &table_cmp) : make_rings(c.cfg.kernel_size + kRollback);
     if (options.raw_pages) repeat_pages(table_cmp, page_size / raw);
     k_scale = c.k_scale, v_scale = c.v_scale;
