@@ -255,7 +255,6 @@ def operator(work: Path) -> dict:
             "weights_k": phi[0],
             "weights_v": phi[1],
             "rope": (angles, angles),
-            "rotated": True,
             "out": torch.empty_like(q),
         }
         gates = torch.rand(batch, heads, 3, device=device, dtype=dtype)

@@ -221,8 +221,8 @@ class NsaMetadataBuilder(AttentionMetadataBuilder[NsaMetadata]):
 class NsaImpl(AttentionImpl[NsaMetadata]):
     """The body of vLLM's attention operator.
 
-    That operator has three inputs, so q is followed by the gates, and raw keys by rotated ones. Piecewise
-    CUDA graphs split at vLLM's own operators only: another one would be captured without metadata.
+    That operator has three inputs: q, keys with values behind them, gates. Piecewise CUDA graphs split at vLLM's own
+    operators only: another one would be captured without metadata.
     """
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -243,14 +243,11 @@ class NsaImpl(AttentionImpl[NsaMetadata]):
         """Appends, compresses and attends; writes to `output`."""
         if attn_metadata is None:  # a run that measures memory
             return output.zero_()
-        heads, dim = layer.num_heads, layer.layout.head_dim
-        q = query[:, : heads * dim].unflatten(-1, (heads, dim))
-        gates = query[:, heads * dim : heads * (dim + 3)].unflatten(-1, (heads, 3))
-        raw, rotated = key.split(dim, dim=-1)
+        raw, values = key.chunk(2, dim=1)
         for part in attn_metadata.parts:
             rows = part.rows
             selected = decode_paged(
-                *(q[rows], raw[rows], value[rows], gates[rows], layer.cache()),
+                *(query[rows], raw[rows], values[rows], value[rows], layer.cache()),
                 cfg=layer.layout.cfg,
                 query_start_loc=part.query_start_loc,
                 seq_lens=part.seq_lens,
@@ -258,9 +255,6 @@ class NsaImpl(AttentionImpl[NsaMetadata]):
                 block_table_cmp=part.block_table_raw,
                 max_query_len=part.max_query_len,
                 overflow=attn_metadata.overflow,
-                k_slc=rotated[rows],
-                k_swa=rotated[rows],
-                rotated=True,
                 return_indices=True,
                 out=output[rows],
                 **layer.weights(),
@@ -382,12 +376,8 @@ class NsaAttentionLayer(nn.Module, AttentionLayerBase):
                 self._weights |= {"k_scale": one, "v_scale": one}
         return self._weights
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, k_rotated: Tensor, gates: Tensor) -> Tensor:
-        """Attention of packed new tokens: q and k_rotated are rotated, k is not; gates (T, H, 3)."""
-        gates = gates.flatten(-2)
-        gates = nn.functional.pad(gates, (0, -gates.shape[-1] % 8))  # rows of q begin at multiples of 16 bytes
-        query = torch.cat((q.flatten(-2), gates), dim=-1)
-        key = torch.cat((k, k_rotated), dim=-1)
+    def forward(self, q: Tensor, kv: Tensor, gates: Tensor) -> Tensor:
+        """Attention of packed new tokens, which are not rotated: q (T, H, D), kv (T, 2 * Hkv, D), gates (T, H, 3)."""
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        torch.ops.vllm.unified_attention_with_output(query, key, v, o, _encode_layer_name(self.layer_name))
+        torch.ops.vllm.unified_attention_with_output(q, kv, gates, o, _encode_layer_name(self.layer_name))
         return o

@@ -21,7 +21,6 @@ from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ..compression import CompressionFunction
-from ..rotary import apply_rotation
 from . import check_supported
 from ._attention import NsaAttentionLayer
 
@@ -82,15 +81,13 @@ class NsaAttention(nn.Module):
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """hidden_states: (T, hidden_size), as the result."""
         qkv, _ = self.qkv_proj(hidden_states)
-        heads = qkv.unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
+        q, kv = qkv.unflatten(-1, (-1, self.head_dim)).split((self.num_heads, 2 * self.num_kv_heads), dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
+            k, v = kv.chunk(2, dim=-2)
+            q, kv = self.q_norm(q.contiguous()), torch.cat((self.k_norm(k.contiguous()), v), dim=-2)
         hidden, _ = self.gate["0"](hidden_states)
         gates, _ = self.gate["2"](nn.functional.silu(hidden))
-        cos, sin = (table[positions] for table in self.rope)
-        gates = torch.sigmoid(gates).unflatten(-1, (-1, 3))
-        o = self.attn(apply_rotation(q, cos, sin), k, v, apply_rotation(k, cos, sin), gates)
+        o = self.attn(q, kv, torch.sigmoid(gates).unflatten(-1, (-1, 3)))
         return self.o_proj(o.flatten(-2))[0]
 
 
