@@ -18,7 +18,6 @@
 #include "base/names.h"
 #include "cli/commands.h"
 #include "cli/options.h"
-#include "lm/data/key_value_lines.h"
 #include "lm/data/tokenizer.h"
 #include "lm/model/counts.h"
 #include "lm/run/pretrained.h"
@@ -109,7 +108,7 @@ class TrainCommand {
         "Kinds of key-value lines, comma-separated: single; multivalue (several values of a name); tracking (a value "
         "is the name of another line)")
         ->delimiter(',')
-        ->check(CLI::IsMember(lm::retrieval_kinds()));
+        ->check(CLI::IsMember(lm::known_retrieval_kinds()));
     tokenizer_ =
         option("--tokenizer", "tokenizer", data.tokenizer,
                "Tokenizer: bytes, or the path of a SentencePiece model or, with python -m nsa, of a tokenizer.json");

@@ -53,11 +53,6 @@ std::vector<KeyValue> draw_key_value_lines(const std::string& kind, std::size_t 
   return lines;
 }
 
-const std::vector<std::string>& retrieval_kinds() {
-  static const std::vector<std::string> names = {"single", "multivalue", "tracking"};
-  return names;
-}
-
 void insert_key_value_lines(TrainingBatch& batch, double fraction, double pairs, const Tokenizer& tokenizer,
                             std::uint64_t seed, const std::vector<std::string>& kinds) {
   base::Random random(seed);

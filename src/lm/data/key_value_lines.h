@@ -23,9 +23,6 @@ KeyValue random_key_value(base::Random& random);
 /// line, but for the last; others: none.
 std::vector<KeyValue> draw_key_value_lines(const std::string& kind, std::size_t count, base::Random& random);
 
-/// The kinds of lines in training data: single, multivalue, tracking.
-const std::vector<std::string>& retrieval_kinds();
-
 /// Overwrites about `fraction` of the tokens of each sequence with such lines. A fraction `pairs` of these tokens holds
 /// lines with two copies, both at uniform positions. The others hold lines with 16 copies, or as many as fit: distances
 /// from the first copy are log-uniform. Models learn associative recall from near copies, at any distance from pairs.

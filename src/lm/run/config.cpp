@@ -10,7 +10,6 @@
 #include "base/files.h"
 #include "base/json.h"
 #include "base/json_fields.h"
-#include "lm/data/key_value_lines.h"
 #include "lm/model/counts.h"
 #include "nsa/backend.h"
 
@@ -66,6 +65,11 @@ void in_range(const char* name, std::int64_t value, std::int64_t low, std::int64
 
 }  // namespace
 
+const std::vector<std::string>& known_retrieval_kinds() {
+  static const std::vector<std::string> names = {"single", "multivalue", "tracking"};
+  return names;
+}
+
 void TrainConfig::validate() const {
   in_range("context", context, 1, std::int64_t{1} << 30);
   in_range("context_warmup", context_warmup, 0, context);
@@ -87,7 +91,7 @@ void TrainConfig::validate() const {
   in_range("selector_queries", selector_queries, 0, 1 << 16);
   if (!(retrieval_fraction >= 0 && retrieval_fraction <= 0.5))
     throw base::Error(fmt::format("retrieval_fraction = {}: must be 0 ... 0.5", retrieval_fraction));
-  const auto& known = lm::retrieval_kinds();
+  const auto& known = known_retrieval_kinds();
   const auto unknown = [&](const std::string& kind) {
     return std::find(known.begin(), known.end(), kind) == known.end();
   };

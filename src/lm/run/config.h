@@ -53,6 +53,8 @@ struct TrainConfig {
   std::int64_t sequence_limit(std::int64_t step, std::int64_t planned) const;
   std::int64_t tokens_per_step() const { return context * batch_size * grad_accum; }  // at most
 };
+/// The kinds of key-value lines that `retrieval_kinds` may have: single, multivalue, tracking.
+const std::vector<std::string>& known_retrieval_kinds();
 void to_json(nlohmann::json& json, const TrainConfig& config);
 void from_json(const nlohmann::json& json, TrainConfig& config);
 
