@@ -74,7 +74,7 @@ def killed(code):
 
 
 def for_each(check, cases):
-    """Runs check(case) for all cases, two at a time, and fails with every one that failed."""
+    """Runs check(case) for all cases, as many at a time as cores, and fails with every one that failed."""
 
     def outcome(case):
         try:
@@ -82,6 +82,6 @@ def for_each(check, cases):
         except Exception as error:
             return f"{case}: {error!r}"[:1500]
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
         failures = [failure for failure in pool.map(outcome, cases) if failure]
     assert not failures, f"{len(failures)} of {len(cases)} cases failed:\n" + "\n".join(failures[:20])
