@@ -18,7 +18,7 @@ from torch import Tensor
 import nsa
 from nsa.hf import NsaLlamaConfig, NsaLlamaForCausalLM
 
-TOKENS, PROMPT, ANSWER, PROMPTS, SAMPLES, STEPS = 16, 160, 6, 4, 6, 10
+TOKENS, PROMPT, ANSWER, PROMPTS, SAMPLES, STEPS = 16, 160, 6, 12, 6, 10
 CLIP = 0.2
 
 
