@@ -1,9 +1,9 @@
 """nsa generate: the cache changes nothing, sampling does what its options say."""
 
 import json
-import os
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -104,13 +104,20 @@ def wide(tmp_path_factory, corpus):
     return folder
 
 
+# In a small process of its own: a process counts the memory of the one that started it as its own.
+PEAK = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(code)
+"""
+
+
 def with_peak(*arguments):
     """Exit code, stderr and the most resident memory, MiB."""
-    process = subprocess.Popen([PROGRAM, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    errors = process.stderr.read().decode()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return process.returncode, errors, usage.ru_maxrss / 1024
+    command = [sys.executable, "-I", "-c", PEAK, PROGRAM, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stderr, int(done.stdout) / 1024
 
 
 @pytest.mark.parametrize(
