@@ -71,7 +71,7 @@ def test_grpo():
     pytest.importorskip("transformers", minversion="5.24")
     rows = dict(re.findall(r"^(\w+) +([\d.]+ .*)$", run("grpo.py"), re.MULTILINE))
     (_, kl, _), (reward, replayed_kl, _) = (rows[name].split() for name in ("selected", "replayed"))
-    assert float(reward) > 0.8 and float(replayed_kl) < float(kl)
+    assert float(reward) > 0.8 and float(replayed_kl) < 0.7 * float(kl)
 
 
 def test_fsdp():
