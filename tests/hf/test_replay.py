@@ -175,6 +175,17 @@ def test_a_record_in_bytes():
     assert len(data) < one.indices.numel()  # half of int16
 
 
+def test_memory_of_a_record():
+    """4 KV heads and 32 blocks: 256 bytes per token and layer, and less as bytes."""
+    one = random_record(layers=1, tokens=1500, heads=4, topk=32)
+    assert one.indices.nbytes == 256 * len(one)
+    assert len(one.to_bytes()) < 64 * len(one)
+    layer = nsa.NativeSparseAttention(32, 4, 4, 8, cfg=nsa.NSAConfig(8, 8, 32, 32, window_size=64))
+    layer.record_selections = True
+    kept = layer.make_cache(2, 2048).selections
+    assert kept.nbytes == 256 * (2 + 1) * 2048  # a page of each row, and one that holds nothing
+
+
 def test_given_blocks_beyond_the_sequence_count_as_none():
     """As in the attention: any order, blocks twice, and blocks that there are not."""
     one = random_record(layers=1, tokens=64, heads=1)

@@ -47,6 +47,25 @@ def test_ragged_steps_and_idle_rows(backend, layer, kind):
 
 
 @pytest.mark.bits
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("new", (1, 16, 37, 110))
+def test_steps_have_the_bits_of_the_training_forward(new, dtype):
+    """The operators on the CPU: what `nsa.replay` leaves between rollout and training comes from other layers."""
+    q, k, v = (torch.randn(3, LENGTH, heads, 16, dtype=dtype) for heads in (4, 2, 2))
+    layer = nsa.NativeSparseAttention(32, 4, 2, 16, cfg=SMALL).to(dtype)
+    gates, rope = torch.rand(3, LENGTH, 4, 3, dtype=dtype), nsa.rotary_tables(torch.arange(2 * LENGTH), 16)
+    with torch.no_grad():
+        inputs = {"weights_k": layer.phi_k(dtype), "weights_v": layer.phi_v(dtype), "rope": rope}
+        expected = nsa.native_sparse_attention(q, k, v, gates, cfg=SMALL, return_indices=True, **inputs)
+        cache, found = layer.make_cache(3, LENGTH), []
+        for given in zip(*(t.split(new, 1) for t in (q, k, v, gates)), strict=True):
+            step = nsa.decode if new <= 16 else nsa.prefill
+            found.append(step(*(t.contiguous() for t in given), cache, return_indices=True, **inputs))
+    for parts, whole in zip(zip(*found, strict=True), expected, strict=True):
+        assert torch.equal(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [None, (60, 23, 0), (0, 0, 60), (0, 0, 0), (7, 8, 60)])
 def test_a_first_chunk_is_a_chunk(backend, layer, kind, counts):
