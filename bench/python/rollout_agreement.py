@@ -4,8 +4,10 @@
 
 A random Llama with the recipe's blocks samples with a KV cache. Then the training forward computes the log-
 probabilities of the same tokens. By layer: the share of (token, KV head) whose selection differs without the record.
-Times are medians of decode steps and training steps, taking turns. --decode-only: of decode steps alone, for shapes
-that a training step has no memory for.
+"attention" compares the operators alone, on the same random inputs and blocks: how far decode and prefill are from the
+training forward, and how long they take over its time for the same tokens. Times are medians of decode steps and
+training steps, taking turns. --decode-only: of decode steps alone, for shapes that a training step has no memory for.
+--attention-only: of the operators alone.
 """
 
 import argparse
@@ -23,11 +25,11 @@ from nsa.hf import NsaLlamaConfig, NsaLlamaForCausalLM
 
 NEW = 64
 CHUNK = 4096  # tokens of a prompt in one call, so that long prompts of many sequences have room
+STEPS = (1, 16, 128, 2048)  # new tokens in a call that is compared with the training forward; also all
 
 
-def make_model(options: argparse.Namespace) -> NsaLlamaForCausalLM:
-    torch.manual_seed(0)
-    config = NsaLlamaConfig.recipe(
+def make_config(options: argparse.Namespace) -> NsaLlamaConfig:
+    return NsaLlamaConfig.recipe(
         vocab_size=512,
         hidden_size=options.hidden_size,
         intermediate_size=2 * options.hidden_size,
@@ -36,11 +38,15 @@ def make_model(options: argparse.Namespace) -> NsaLlamaForCausalLM:
         num_key_value_heads=options.kv_heads,
         head_dim=options.head_dim,
         max_position_embeddings=2 * options.length,
-        initializer_range=0.1,  # else a random model says the same whatever it attends to
+        initializer_range=options.initializer_range,
         bos_token_id=None,
         eos_token_id=None,
     )
-    return NsaLlamaForCausalLM(config).to(options.device, getattr(torch, options.dtype))
+
+
+def make_model(options: argparse.Namespace) -> NsaLlamaForCausalLM:
+    torch.manual_seed(0)
+    return NsaLlamaForCausalLM(make_config(options)).to(options.device, getattr(torch, options.dtype))
 
 
 def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
@@ -72,6 +78,53 @@ def decode_times(model: Any, ids: Tensor, repeats: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
+def attention(options: argparse.Namespace) -> dict[str, Any]:
+    """The operators alone: calls of so many new tokens, with a cache, against the training forward of all."""
+    torch.manual_seed(0)
+    cfg, dtype, length = make_config(options).nsa_config(), getattr(torch, options.dtype), options.length
+    dims = (options.heads, options.kv_heads, options.head_dim)
+    layer = nsa.NativeSparseAttention(64, *dims, cfg=cfg).to(options.device, dtype)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(options.batch, length, *shape, device=options.device).to(dtype)
+
+    heads, kv_heads, dim = dims
+    tensors = draw(heads, dim), draw(kv_heads, dim), draw(kv_heads, dim), draw(heads, 3).sigmoid()
+    results: dict[str, Any] = {}
+    with torch.inference_mode():
+        rope = nsa.rotary_tables(torch.arange(2 * length, device=options.device), dim)
+        inputs = {"weights_k": layer.phi_k(dtype), "weights_v": layer.phi_v(dtype), "rope": rope}
+        blocks, times = None, []
+        for _ in range(options.repeats + 1):  # the first one warms up, and selects
+            start = synchronized()
+            expected, selected = nsa.native_sparse_attention(
+                *tensors, cfg=cfg, indices=blocks, return_indices=True, **inputs
+            )
+            times.append(synchronized() - start)
+            blocks = selected if blocks is None else blocks
+        forward = statistics.median(times[1:])
+        for new in (*(new for new in STEPS if new < length), length):
+            cache = layer.make_cache(options.batch, length)
+            step: Any = nsa.decode if new <= 16 else nsa.prefill
+            calls = zip(*(t.split(new, dim=1) for t in (*tensors, blocks)), strict=True)
+            start = synchronized()
+            found = [
+                step(
+                    *(t.contiguous() for t in given), cache, indices=chosen.contiguous(), return_indices=True, **inputs
+                )
+                for *given, chosen in calls
+            ]
+            seconds = synchronized() - start
+            o, chosen = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+            results[str(new)] = {
+                "equal": (o == expected).float().mean().item(),
+                "largest_difference": (o - expected).float().abs().max().item(),
+                "differing_selections": (chosen != selected).any(-1).float().mean().item(),
+                "time_over_forward": seconds / forward,
+            }
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -84,10 +137,21 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--train-dtype", help="of the trainer, default --dtype")
+    parser.add_argument(
+        "--initializer-range",
+        type=float,
+        default=0.1,
+        help="of the random weights: large, or the model says the same whatever it attends to; its square root of the "
+        "hidden size times as much is the gain of a linear layer, which multiplies rounding",
+    )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--decode-only", action="store_true")
+    parser.add_argument("--attention-only", action="store_true")
     parser.add_argument("--json")
     options = parser.parse_args()
+    if options.attention_only:
+        finish(options, {"arguments": vars(options), "attention": attention(options)})
+        return
     rollout = make_model(options).eval()
     if options.decode_only:
         prompt = torch.randint(512, (options.batch, options.length), device=options.device)
@@ -109,18 +173,20 @@ def main() -> None:
     answers = out.sequences[:, options.length :]
     sampled = torch.stack(out.logits, 1).float().log_softmax(-1)
     records = nsa.replay.collect(out.cache)
-    lengths = [out.sequences.shape[1]] * options.batch
-    results: dict[str, Any] = {"arguments": vars(options), "tokens": answers.numel()}
+    ids = out.sequences[:, :-1]  # the last token was not fed back: no log-probability depends on it
+    entropy = -(sampled.exp() * sampled).sum(-1).mean().item()
+    results: dict[str, Any] = {"arguments": vars(options), "tokens": answers.numel(), "entropy": entropy}
 
     def context(name: str, compare: bool = False) -> Any:
-        given = nsa.replay.replay(trainer, records, lengths, compare=compare)
+        given = nsa.replay.replay(trainer, records, compare=compare)
         return given if name == "replayed" else nullcontext()
 
     steps: dict[str, list[float]] = {"selected": [], "replayed": []}
     for name in steps:
         with torch.no_grad(), context(name, compare=True) as state:
-            found = trainer(out.sequences, use_cache=False).logits[:, options.length - 1 : -1].float().log_softmax(-1)
+            found = trainer(ids, use_cache=False).logits[:, options.length - 1 :].float().log_softmax(-1)
         results[name] = {
+            "equal": (found == sampled).all(-1).float().mean().item(),
             "largest_difference": (found - sampled).gather(-1, answers[..., None]).abs().max().item(),
             "mean_kl": (sampled.exp() * (sampled - found)).sum(-1).mean().item(),
         }
@@ -129,8 +195,7 @@ def main() -> None:
         for name, times in steps.items():
             start = synchronized()
             with context(name):
-                logits = trainer(out.sequences, use_cache=False).logits
-                log_probabilities(logits[:, :-1], out.sequences[:, 1:]).sum().backward()
+                log_probabilities(trainer(ids, use_cache=False).logits, out.sequences[:, 1:]).sum().backward()
             times.append(synchronized() - start)
             trainer.zero_grad()
     results["decode"] = decode_times(rollout, prompt, options.repeats)
