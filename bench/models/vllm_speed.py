@@ -9,6 +9,8 @@ graphs are on, keys and values have the same memory.
 
     tokens    greedy tokens of 32 prompts of 100 to 40000 tokens beside those of nsa.hf, each prompt alone, with
               NSA_BATCH_INVARIANT=1: how many are equal, and how far apart the two log-probabilities are where not
+    tokens_float32, tokens_dense
+              the same in float32, and of the dense model beside transformers: what rounding alone does
     dense, sparse
               ms of a decode step and output tokens/s at batch and length, ms to the first token, tokens that fit
     rest      ms of a decode step of the sparse model without its attention
@@ -34,7 +36,7 @@ from datetime import date
 from itertools import pairwise
 from pathlib import Path
 
-PARTS = ("dense", "sparse", "tokens", "rest", "operator")  # longest first
+PARTS = ("dense", "sparse", "tokens_float32", "tokens", "rest", "tokens_dense", "operator")  # longest first
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--json", required=True, metavar="FILE", help="results")
 parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
@@ -115,40 +117,45 @@ def generate(llm: object, prompts: list[list[int]], new: int, **sampling: object
     return llm.generate(given, SamplingParams(**options), use_tqdm=False)
 
 
-def make_configs(work: Path) -> None:
-    """Folders of the two models, whose weights vLLM draws, and for `tokens` of a saved one."""
+def make_models(work: Path) -> None:
+    """Folders of the two models, whose weights vLLM draws, and of small ones with weights for `tokens`."""
     import torch
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from nsa.hf import NsaLlamaConfig, NsaLlamaForCausalLM
 
-    rope = {"rope_type": "default", "rope_theta": 500000.0}
-    for name, config in (
-        ("dense", LlamaConfig(**SHAPE, rope_parameters=rope)),
-        ("sparse", NsaLlamaConfig(**SHAPE, rope_parameters=rope, nsa=BLOCKS)),
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+    for name, config, model, more in (
+        ("dense", LlamaConfig, LlamaForCausalLM, rope),
+        ("sparse", NsaLlamaConfig, NsaLlamaForCausalLM, rope | {"nsa": BLOCKS}),
     ):
-        config.architectures = [f"{'Nsa' if name == 'sparse' else ''}LlamaForCausalLM"]
-        config.save_pretrained(work / name)
-    if "tokens" not in OPTIONS.parts:
-        return
-    torch.manual_seed(0)
-    model = NsaLlamaForCausalLM(NsaLlamaConfig(**SMALL, rope_parameters=rope, nsa=BLOCKS))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".gate.2." in name:
+        config(**SHAPE, **more, architectures=[model.__name__]).save_pretrained(work / name)
+        if not any(part.startswith("tokens") for part in OPTIONS.parts):
+            continue
+        torch.manual_seed(0)
+        small = model(config(**SMALL, **more))
+        with torch.no_grad():
+            for parameter in (p for name, p in small.named_parameters() if ".gate.2." in name):
                 parameter.normal_(0, 0.5)
-    model.to(torch.float32 if TINY else torch.bfloat16).save_pretrained(work / "saved")
+        small.save_pretrained(work / f"small-{name}")
 
 
-def tokens(work: Path) -> dict:
-    """Greedy tokens beside those of nsa.hf."""
+def tokens(work: Path, part: str) -> dict:
+    """Greedy tokens beside those of transformers."""
     import torch
+    from transformers import LlamaForCausalLM
 
     from nsa.hf import NsaLlamaForCausalLM
 
     device = "cpu" if TINY else "cuda"
+    dtype = "float32" if TINY or part == "tokens_float32" else "bfloat16"
+    made, folder = (
+        (LlamaForCausalLM, work / "small-dense")
+        if part == "tokens_dense"
+        else (NsaLlamaForCausalLM, work / "small-sparse")
+    )
     prompts = prompts_of(PROMPTS, SMALL["vocab_size"], 1)
-    model = NsaLlamaForCausalLM.from_pretrained(work / "saved", dtype="auto").to(device).eval()
+    model = made.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
     model.generation_config.eos_token_id = None
     truth = []
     for prompt in prompts:
@@ -161,10 +168,12 @@ def tokens(work: Path) -> dict:
     del model, out
     gc.collect()
     torch.cuda.empty_cache()
-    memory = {} if TINY else {"kv_cache_memory_bytes": 8 << 30}
+    options: dict = {"dtype": dtype} | ({} if TINY else {"kv_cache_memory_bytes": 8 << 30})
+    if part == "tokens_dense" and not TINY:
+        options["attention_backend"] = "FLASH_ATTN"
     differ = []
     for prompt, output, (expected, logprobs) in zip(
-        prompts, generate(engine(work / "saved", max(PROMPTS) + NEW + 1, **memory), prompts, NEW), truth, strict=True
+        prompts, generate(engine(folder, max(PROMPTS) + NEW + 1, **options), prompts, NEW), truth, strict=True
     ):
         found = list(output.outputs[0].token_ids)
         if found != expected:
@@ -345,7 +354,7 @@ def run(part: str, gpus: queue.SimpleQueue, work: Path) -> tuple[str, dict, floa
     gpu = gpus.get()
     command = [sys.executable, __file__, *sys.argv[1:], "--parts", part, "--work", str(work)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-    environment |= {"NSA_BATCH_INVARIANT": "1"} if part == "tokens" else {}
+    environment |= {"NSA_BATCH_INVARIANT": "1"} if part.startswith("tokens") else {}
     begin, log = time.monotonic(), work / f"{part}.log"
     with log.open("w") as out:
         options: dict = {"stdout": out, "stderr": out, "env": environment, "timeout": OPTIONS.limit, "check": False}
@@ -372,7 +381,7 @@ def main() -> None:
     for name in names or [""]:
         gpus.put(name)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(gpus.qsize()) as pool:
-        make_configs(Path(folder))
+        make_models(Path(folder))
         parts = [pool.submit(run, part, gpus, Path(folder)) for part in PARTS if part in OPTIONS.parts]
         for part, result, seconds in (done.result() for done in as_completed(parts)):
             found["parts"][part] = result
@@ -390,6 +399,9 @@ if __name__ == "__main__":
     else:
         (part,) = OPTIONS.parts
         folder = Path(OPTIONS.work)
-        made = speed(folder, part) if part in ("dense", "sparse") else globals()[part](folder)
+        if part.startswith("tokens"):
+            made = tokens(folder, part)
+        else:
+            made = speed(folder, part) if part in ("dense", "sparse") else globals()[part](folder)
         Path(folder, f"{part}.json").write_text(json.dumps(made))
         os._exit(0)  # not what the engine does at its end

@@ -321,6 +321,7 @@ def test_speed_program(tmp_path):
     program, result = Path(__file__).parents[2] / "bench/models/vllm_speed.py", tmp_path / "speed.json"
     subprocess.run([sys.executable, str(program), "--tiny", "--json", str(result)], check=True)
     found = json.loads(result.read_text())
-    assert found["parts"]["tokens"] == {"prompts": 3, "equal": 3, "differences": []}
+    for part in ("tokens", "tokens_float32", "tokens_dense"):
+        assert found["parts"][part] == {"prompts": 3, "equal": 3, "differences": []}
     assert len(found["ratios"]) == 9 and min(found["ratios"].values()) > 0
     assert found["ratios"]["tokens that fit, sparse over dense"] == pytest.approx(2 / 2.75, rel=0.01)
