@@ -1,12 +1,16 @@
 """How far rollout and training are apart, with and without the recorded selections, and what recording costs.
 
     python bench/python/rollout_agreement.py [--device cpu] [--length 2048] [--dtype bfloat16] [--json FILE]
+    python bench/python/rollout_agreement.py --model FOLDER --text FILE ...
 
-A random Llama with the recipe's blocks samples with a KV cache. Then the training forward computes the log-
-probabilities of the same tokens. By layer: the share of (token, KV head) whose selection differs without the record.
+A model samples with a KV cache: a random Llama with the recipe's blocks, or that of a folder. Then the training forward
+computes the log-probabilities of the same tokens. By layer: the share of (token, KV head) whose selection differs
+without the record, the difference of the hidden states over their norm, and the KL of what the output head makes of
+them in float32; in the last layer that is the KL without the rounding of the logits.
 "attention" compares the operators alone, on the same random inputs and blocks: how far decode and prefill are from the
 training forward, and how long they take over its time for the same tokens. Times are medians of decode steps and
-training steps, taking turns. --decode-only: of decode steps alone, for shapes that a training step has no memory for.
+training steps, taking turns; all rows of a decode step have the same prompt. --decode-only: of decode steps alone, for
+shapes that a training step has no memory for.
 --attention-only: of the operators alone.
 """
 
@@ -15,16 +19,17 @@ import json
 import statistics
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import nsa
 from nsa.hf import NsaLlamaConfig, NsaLlamaForCausalLM
 
-NEW = 64
-CHUNK = 4096  # tokens of a prompt in one call, so that long prompts of many sequences have room
+CHUNK = 8192  # tokens of a prompt in one call, so that long prompts have room
 STEPS = (1, 16, 128, 2048)  # new tokens in a call that is compared with the training forward; also all
 
 
@@ -44,9 +49,24 @@ def make_config(options: argparse.Namespace) -> NsaLlamaConfig:
     )
 
 
-def make_model(options: argparse.Namespace) -> NsaLlamaForCausalLM:
+def make_model(options: argparse.Namespace) -> Any:
+    dtype = getattr(torch, options.dtype)
+    if options.model:  # not .to(dtype), which would round RoPE's inverse frequencies, too
+        return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device)
     torch.manual_seed(0)
-    return NsaLlamaForCausalLM(make_config(options)).to(options.device, getattr(torch, options.dtype))
+    return NsaLlamaForCausalLM(make_config(options)).to(options.device, dtype)
+
+
+def make_prompt(options: argparse.Namespace, model: Any) -> Tensor:
+    """Random tokens, or bytes of the text: a row begins every so many bytes."""
+    if not options.text:
+        return torch.randint(model.config.vocab_size, (options.batch, options.length), device=options.device)
+    text = b"".join(file.read_bytes() for file in options.text)
+    needed = options.batch * options.length
+    if len(text) < needed:
+        raise SystemExit(f"--text: {len(text)} bytes: must be at least {needed}, batch x length")
+    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // options.batch * options.batch]
+    return rows.view(options.batch, -1)[:, : options.length].long().to(options.device)
 
 
 def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
@@ -66,16 +86,33 @@ def decode_times(model: Any, ids: Tensor, repeats: int) -> dict[str, float]:
     with torch.inference_mode():
         for name in times:
             with nsa.replay.record(model) if name == "recorded" else nullcontext():
-                cache = None
-                for chunk in ids.split(CHUNK, dim=1):
+                cache: Any = None
+                for chunk in ids[:1].split(CHUNK, dim=1):
                     cache = model(chunk, cache=cache, use_cache=True, logits_to_keep=1).cache
+            cache.batch_repeat_interleave(len(ids))
             caches[name] = cache
         for _ in range(repeats):
             for name, found in times.items():
                 start = synchronized()
                 model(ids[:, -1:], cache=caches[name])
                 found.append(synchronized() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    return medians | {"recorded_over_plain": medians["recorded"] / medians["plain"]}
+
+
+def by_layer(model: Any, rollout: Tensor, training: Tensor) -> list[dict[str, float]]:
+    """Of hidden states (layers, B, S, hidden_size), the last of them behind the model's last norm."""
+    results = []
+    norm, head = model.get_decoder().norm, model.get_output_embeddings().weight.float()
+    for i, pair in enumerate(zip(rollout, training, strict=True)):
+        found = [hidden.float() for hidden in pair]
+        difference = (found[0] - found[1]).norm() / found[0].norm()
+        if i + 1 < len(rollout):
+            found = [norm(hidden.to(norm.weight.dtype)).float() for hidden in found]
+        expected, other = ((hidden @ head.T).log_softmax(-1) for hidden in found)
+        kl = (expected.exp() * (expected - other)).sum(-1).mean()
+        results.append({"hidden_difference": difference.item(), "mean_kl": kl.item()})
+    return results
 
 
 def attention(options: argparse.Namespace) -> dict[str, Any]:
@@ -131,6 +168,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--new", type=int, default=64, help="tokens that are sampled")
+    parser.add_argument("--model", help="folder of a trained model for nsa.hf, as python -m nsa.convert writes it")
+    parser.add_argument("--text", type=Path, nargs="+", help="prompts for a model of bytes; default: random tokens")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=16)
@@ -153,25 +193,28 @@ def main() -> None:
         finish(options, {"arguments": vars(options), "attention": attention(options)})
         return
     rollout = make_model(options).eval()
+    prompt = make_prompt(options, rollout)
     if options.decode_only:
-        prompt = torch.randint(512, (options.batch, options.length), device=options.device)
         finish(options, {"arguments": vars(options), "decode": decode_times(rollout, prompt, options.repeats)})
         return
     trainer = rollout
     if options.train_dtype:
         trainer = make_model(options).to(getattr(torch, options.train_dtype)).eval()
-    prompt = torch.randint(512, (options.batch, options.length), device=options.device)
     with nsa.replay.record(rollout):
         out = rollout.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=NEW,
+            max_new_tokens=options.new,
             do_sample=True,
             output_logits=True,
+            output_hidden_states=True,
             return_dict_in_generate=True,
         )
     answers = out.sequences[:, options.length :]
     sampled = torch.stack(out.logits, 1).float().log_softmax(-1)
+    hidden = torch.stack(
+        [torch.cat([step[:, -1:] for step in layer], 1) for layer in zip(*out.hidden_states, strict=True)][1:]
+    )
     records = nsa.replay.collect(out.cache)
     ids = out.sequences[:, :-1]  # the last token was not fed back: no log-probability depends on it
     entropy = -(sampled.exp() * sampled).sum(-1).mean().item()
@@ -184,11 +227,14 @@ def main() -> None:
     steps: dict[str, list[float]] = {"selected": [], "replayed": []}
     for name in steps:
         with torch.no_grad(), context(name, compare=True) as state:
-            found = trainer(ids, use_cache=False).logits[:, options.length - 1 :].float().log_softmax(-1)
+            forward = trainer(ids, use_cache=False, output_hidden_states=True)
+            found = forward.logits[:, options.length - 1 :].float().log_softmax(-1)
+            training = torch.stack([layer[:, options.length - 1 :] for layer in forward.hidden_states[1:]])
         results[name] = {
             "equal": (found == sampled).all(-1).float().mean().item(),
             "largest_difference": (found - sampled).gather(-1, answers[..., None]).abs().max().item(),
             "mean_kl": (sampled.exp() * (sampled - found)).sum(-1).mean().item(),
+            "by_layer": by_layer(trainer, hidden, training),
         }
     results["differing_selections_by_layer"] = [different / counted for different, counted in state.by_layer()]
     for _ in range(3):
@@ -199,19 +245,20 @@ def main() -> None:
             times.append(synchronized() - start)
             trainer.zero_grad()
     results["decode"] = decode_times(rollout, prompt, options.repeats)
-    results["training_step"] = {name: statistics.median(times) for name, times in steps.items()}
+    medians = {name: statistics.median(times) for name, times in steps.items()}
+    results["training_step"] = medians | {"replayed_over_selected": medians["replayed"] / medians["selected"]}
     packed = sum(len(record.to_bytes()) for record in records)
-    tokens = sum(len(record) for record in records) * options.layers
+    tokens = sum(len(record) for record in records) * len(records[0].indices)
     memory = records[0].indices[0, 0].numel() * records[0].indices.element_size()
     results["bytes_per_token_and_layer"] = {"in memory": memory, "packed": packed / tokens}
     finish(options, results)
 
 
 def finish(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    print(json.dumps(results, indent=1))
+    print(json.dumps(results, indent=1, default=str))
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+            json.dump(results, file, indent=1, default=str)
 
 
 if __name__ == "__main__":
