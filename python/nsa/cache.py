@@ -18,6 +18,9 @@ from .config import NSAConfig
 ROLLBACK = 32
 """Maximum number of tokens of a rollback: the rings keep this many more than attention needs."""
 
+_DEFERRED = 64
+"""Tokens of a row whose selections are written together."""
+
 _DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 _LARGEST = 2**31 - 16
@@ -77,7 +80,9 @@ class KVCache:
             tokens, the blocks that each selected; the last page holds nothing. None without record_selections.
     """
 
-    selections: Tensor | None = None
+    _selections: Tensor | None = None
+    _deferred: list[tuple[Tensor, Tensor]] | None = None
+    """Steps whose selections are not in `selections` yet: lengths before, and blocks. None: every step writes."""
 
     k_scale: Tensor | None
     v_scale: Tensor | None
@@ -151,7 +156,8 @@ class KVCache:
         self.k_scale, self.v_scale = _scales(self.k_slc, k_scale, v_scale)
         if record_selections:
             shape = (self.k_slc.shape[0] + 1, size, num_kv_heads, cfg.topk)
-            self.selections = torch.full(shape, -1, dtype=_index_type(max_length, cfg), device=device)
+            self._selections = torch.full(shape, -1, dtype=_index_type(max_length, cfg), device=device)
+            self._deferred = []
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self.block_table, self.block_table_c = self._new_tables(batch_size, tokens.max_pages, compressed.max_pages)
@@ -247,21 +253,59 @@ class KVCache:
         pages = self._pages.tokens.held[sequence][: self._pages.tokens.pages_for(length)]
         return self.selections[pages].flatten(0, 1)[:length]
 
-    def _record(self, before: Tensor, selected: Tensor) -> None:
-        """Keeps what a step selected. Does nothing without record_selections.
+    @property
+    def selections(self) -> Tensor | None:  # noqa: D102  # described among the attributes
+        self._write_deferred()
+        return self._selections
+
+    @selections.setter
+    def selections(self, selections: Tensor | None) -> None:
+        self._selections = selections
+
+    def _record(self, before: Tensor, selected: Tensor, indices: Tensor | None) -> None:
+        """Keeps what a step selected. Steps of decoding are written many at a time, as each would take a dozen kernels.
 
         Args:
-            before: int32 (B), `cache_seqlens` before the step.
-            selected: int32 (B, m, Hkv, topk), as the step returned it.
+            before: int32 (B), `cache_seqlens` before the step, a copy.
+            selected: int32 (B, m, Hkv, topk), as the step returned it: -1 where a row took no token. A copy, too.
+            indices: likewise, the blocks that were attended to instead.
         """
-        if self.selections is None:
+        steps = self._deferred
+        graph = torch.compiler.is_compiling() or (selected.is_cuda and torch.cuda.is_current_stream_capturing())
+        if graph or steps is None or indices is not None:  # a graph that runs again writes again
+            self._write_selections(before[:, None], selected, selected if indices is None else indices)
             return
-        pages, size = self.selections.shape[:2]
-        position = before[:, None] + torch.arange(selected.shape[1], device=before.device)
-        taken = position < self.cache_seqlens[:, None]
+        if steps and steps[0][1].shape != selected.shape:
+            self._write_deferred()
+        steps.append((before, selected))
+        if len(steps) * selected.shape[1] >= _DEFERRED:
+            self._write_deferred()
+
+    def _write_deferred(self) -> None:
+        """Must run before a row loses tokens or pages."""
+        if self._deferred:
+            before, selected = zip(*self._deferred, strict=True)
+            self._deferred.clear()
+            blocks = torch.cat(selected, 1)
+            self._write_selections(torch.stack(before, 1), blocks, blocks)
+
+    @torch.no_grad()
+    def _write_selections(self, before: Tensor, selected: Tensor, attended: Tensor) -> None:
+        """Writes what steps of as many tokens attended to.
+
+        Args:
+            before: int32 (B, steps), lengths before each step.
+            selected: int32 (B, tokens of all steps, Hkv, topk), -1 where a row took no token.
+            attended: likewise, what is written.
+        """
+        assert self._selections is not None
+        pages, size = self._selections.shape[:2]
+        steps, tokens = before.shape[1], selected.shape[1]
+        position = before[..., None] + torch.arange(tokens // steps, device=before.device)
+        position = position.flatten(1)
         page = self.block_table.gather(1, (position // size).clamp(max=self.block_table.shape[1] - 1).long())
-        page = page.where(taken, pages - 1)
-        self.selections.index_put_((page, position % size), selected.to(self.selections.dtype))
+        page = page.where(selected[..., 0, 0] >= 0, pages - 1)
+        self._selections.index_put_((page, position % size), attended.to(self._selections.dtype))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors in the order in which the operators in torch.ops.nsa take them."""
@@ -390,6 +434,7 @@ class KVCache:
         self.overflow.zero_()
 
     def _release(self, rows: Sequence[int]) -> None:
+        self._write_deferred()
         for row in rows:
             self._longest[row] = 0
             if not self.contiguous:

@@ -210,7 +210,8 @@ def _step(
     v, v_slc, v_swa = (values[0] if t is None else t for t in values)
     weights_k, weights_v = (MEAN if w is None else w for w in weights)
     check_positions(rope, cache.max_positions, "the cache's max_length rounded up to pages")
-    before = cache.cache_seqlens if cache.selections is None else cache.cache_seqlens.clone()
+    records = cache._selections is not None
+    before = cache.cache_seqlens.clone() if records else cache.cache_seqlens
     with torch.no_grad():
         x = order_channels(rope, q, k, k_slc, k_swa, weights_k)
         o, selected = step(
@@ -231,8 +232,8 @@ def _step(
             ),
             names=names,
         )
-        if cache.selections is not None:
-            cache._record(before, selected if indices is None else indices)
+        if records:
+            cache._record(before, selected.clone() if return_indices else selected, indices)
     if torch.is_grad_enabled():
         branches = (q, k, v, k_slc, v_slc, k_swa, v_swa, gates)
         o = _without_gradient(o, *branches, *weights_k.as_arguments(), *weights_v.as_arguments())

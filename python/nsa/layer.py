@@ -290,13 +290,14 @@ class NativeSparseAttention(nn.Module):
             step: Callable[..., Any] = decode
             if first_chunk or x.shape[1] > MAX_DECODE_TOKENS:
                 step = functools.partial(prefill, first_chunk=first_chunk)
-            o, selected = step(
+            found: Any = step(
                 *(q, k["cmp"], v["cmp"], gates, cache),
                 **arguments,
                 rope=self._tables_for(cache),
                 num_new=num_new,
-                return_indices=True,
+                return_indices=return_indices,
             )
+            o, selected = found if return_indices else (found, found)
         else:
             cp = self.context_parallel
             rows = x.shape[-2] * (1 if cp is None else cp.size)

@@ -124,7 +124,7 @@ class _Rows:
 
     k_scale: Tensor | None
     v_scale: Tensor | None
-    selections = None  # not recorded
+    _selections = None  # not recorded
 
     def __init__(self, step: Step, first: int, lengths: Tensor, table: Tensor, table_c: Tensor) -> None:
         self.cfg, self.max_positions, self.overflow = step.cfg, step.max_length, step.overflow

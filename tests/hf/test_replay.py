@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import nsa
@@ -127,6 +128,63 @@ def test_rows_of_a_cache_keep_their_selections(page_size):
         assert torch.equal(cache.selected(row).int(), expected[source])
     (first, second) = collect(cache)
     assert torch.equal(first.indices[0].int(), expected[1]) and len(second) == 150
+
+
+@pytest.mark.parametrize("page_size", (None, 16))
+def test_steps_of_decoding_are_recorded(page_size):
+    """Ragged steps of one and more tokens, in inference mode, with rollbacks, forks and rows that begin again."""
+    layer = nsa.NativeSparseAttention(32, 4, 2, 16, cfg=nsa.NSAConfig(16, 8, 16, 4, window_size=32)).eval()
+    layer.record_selections = True
+    x = torch.randn(3, 200, 32)
+    draw = np.random.default_rng(0)
+    lengths, texts = [0, 0, 0, 0], [0, 1, 2, 1]
+    with torch.inference_mode():
+        expected = layer(x, return_indices=True)[1]
+        cache = layer.make_cache(4, 200, page_size=page_size)
+        cache.reserve(200)
+        for at in range(150):
+            m = int(draw.choice((1, 1, 1, 3)))
+            new = [min(int(draw.integers(m + 1)), 200 - length) for length in lengths]
+            new[3] *= at > 100  # until then without tokens
+            rows = [x[text, length : length + m] for text, length in zip(texts, lengths, strict=True)]
+            padded = torch.stack([torch.nn.functional.pad(row, (0, 0, 0, m - len(row))) for row in rows])
+            _, given = layer(padded, cache=cache, num_new=torch.tensor(new, dtype=torch.int32), return_indices=True)
+            given.fill_(7)  # the caller's
+            lengths = [length + count for length, count in zip(lengths, new, strict=True)]
+            if at % 40 == 25:
+                cache.rollback(1, lengths[1] - 5)
+                lengths[1] -= 5
+            if at == 70:
+                cache.release(2)
+                cache.reserve(200)
+                lengths[2] = 0
+            if at == 100:
+                cache.fork(1, 3)
+                cache.reserve(200)
+                lengths[3] = lengths[1]
+    for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        assert torch.equal(cache.selected(row).int(), expected[text, :length])
+
+
+def test_recording_is_nearly_free():
+    """A step runs as many of torch's operations as without, but for a copy of the lengths."""
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+            self.count += 1
+            return operation(*arguments, **(options or {}))
+
+    layer = nsa.NativeSparseAttention(32, 4, 2, 16, cfg=nsa.NSAConfig(16, 8, 16, 4, window_size=32)).eval()
+    counts = []
+    for layer.record_selections in (False, True):
+        cache = layer.make_cache(1, 256)
+        with torch.inference_mode(), Counter() as counter:
+            for _ in range(128):
+                layer(torch.zeros(1, 1, 32), cache=cache)
+        counts.append(counter.count / 128)
+    assert counts[1] - counts[0] < 2
 
 
 def test_plain_layers_replay_too():

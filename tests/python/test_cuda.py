@@ -257,6 +257,7 @@ def test_graph_of_forward_and_backward():
 def test_graph_of_a_decode_step(page_size):
     """One captured step, replayed as the lengths grow over blocks, pages and the window."""
     layer, x = eval_layer(), torch.randn(2, 150, 32)
+    layer.record_selections = True
     caches = [layer.make_cache(2, 151, page_size=page_size) for _ in range(2)]
     for cache in caches:
         cache.reserve(151)
@@ -272,6 +273,8 @@ def test_graph_of_a_decode_step(page_size):
     for cache in caches:
         cache.check()
         assert cache.cache_seqlens.tolist() == [150] * 2
+    for b in range(2):
+        assert torch.equal(caches[0].selected(b), caches[1].selected(b))
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
