@@ -164,7 +164,7 @@ class Ours(Implementation):
     def end_to_end(self, q, k, v, logits, blocks):
         q, k, v, gates = (t[None] for t in (q, k, v, logits.sigmoid()))
         # The operator: nsa.native_sparse_attention itself takes no blocks. What its backward needs is kept.
-        options = (self.cfg.as_list(), None, None, None, 0.0, 0, None, None, 0, 0, blocks, True, True)
+        options = (self.cfg.as_list(), None, None, None, 0.0, 0, None, None, 0, 0, blocks, True, True, True)
         mean = self.mean.as_arguments()
         operator = torch.ops.nsa.native_sparse_attention
         return self.call(operator, q, k, v, k, v, k, v, gates, *mean, *mean, *options)[0].squeeze(0)

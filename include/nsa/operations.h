@@ -197,7 +197,7 @@ struct NsaAttentionParams {
   Packed packed;
   TensorView block_indices;  // int32, like indices, optional: attend to these; the selected ones still go to `indices`
   TensorView o;              // (B, Sq, H, Dv) or (total_q, H, Dv)
-  // What the backward needs; each optional.
+  // What the backward needs, indices without block_indices only; each optional.
   TensorView indices;                    // int32 (B, Sq, Hkv, topk) or (total_q, Hkv, topk)
   TensorView o_cmp, o_slc, o_swa;        // like o
   TensorView lse_cmp, lse_slc, lse_swa;  // float32 (B, H, Sq) or (H, total_q)

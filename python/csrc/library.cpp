@@ -50,12 +50,12 @@ void define(Library& m) {
   def("combine_backward(Tensor d_o, Tensor o_cmp, Tensor o_slc, Tensor o_swa, Tensor gates, bool[] needs) -> " +
       tensors(4));
   def("nsa_attention(" + kBranches + ", int[] cfg, float? softmax_scale, float noise, SymInt seed, " + kPacked +
-      ", Tensor? block_indices, bool keep) -> " + tensors(8));
+      ", Tensor? block_indices, bool keep, bool return_indices) -> " + tensors(8));
   def("nsa_attention_backward(Tensor d_o, " + kBranches + ", Tensor indices, " + kSaved +
       ", int[] cfg, float? softmax_scale, " + kPacked + ", Tensor? block_indices, bool[] needs) -> " + tensors(8));
   def("native_sparse_attention(" + kLayer + ", int[] cfg, float? softmax_scale, " + kRotation +
-      ", float noise, SymInt seed, " + kPacked + ", Tensor? block_indices, bool keep, bool keep_compressed) -> " +
-      tensors(10));
+      ", float noise, SymInt seed, " + kPacked +
+      ", Tensor? block_indices, bool keep, bool keep_compressed, bool return_indices) -> " + tensors(10));
   def("native_sparse_attention_backward(Tensor d_o, " + kLayer + ", Tensor indices, Tensor k_c, Tensor v_c, " + kSaved +
       ", int[] cfg, float? softmax_scale, " + kRotation + ", " + kPacked +
       ", Tensor? block_indices, bool[] needs) -> " + tensors(18));

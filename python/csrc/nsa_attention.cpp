@@ -22,9 +22,14 @@ NsaAttentionParams attention_of(const BranchArguments& branches, const Ints& cfg
   return params;
 }
 
+/// A saved tensor; one that was not saved is 1-D without elements.
+TensorView saved_input(const Tensor& tensor, const char* name) {
+  return tensor.dim() == 1 && tensor.numel() == 0 ? TensorView{} : input(tensor, name);
+}
+
 /// The outputs of a forward, on the way into its backward.
 void take_outputs(NsaAttentionParams& params, const Tensor& indices, const SavedArguments& saved) {
-  params.indices = input(indices, "indices");
+  params.indices = saved_input(indices, "indices");
   params.o_cmp = input(saved.o_cmp, "o_cmp");
   params.o_slc = input(saved.o_slc, "o_slc");
   params.o_swa = input(saved.o_swa, "o_swa");
@@ -40,13 +45,14 @@ SavedArguments saved_of(const BranchArguments& branches, bool keep) {
 }
 
 /// New outputs, bound to the parameters; those for the backward are 1-D without elements and not bound unless `keep`.
+/// Nor are the indices if the blocks are given, unless `return_indices`: then no blocks are selected.
 struct Outputs {
-  Outputs(NsaAttentionParams& params, const BranchArguments& branches, bool keep)
-      : o(make_o(branches.q, branches.v_slc)),
-        indices(make_indices(branches.q, branches.k_slc, params.cfg)),
-        saved(saved_of(branches, keep)) {
+  Outputs(NsaAttentionParams& params, const BranchArguments& branches, bool keep, bool return_indices)
+      : o(make_o(branches.q, branches.v_slc)), saved(saved_of(branches, keep)) {
+    const bool selects = return_indices || !params.block_indices.defined();
+    indices = selects ? make_indices(branches.q, branches.k_slc, params.cfg) : make(branches.q, {0}, ScalarType::Int);
     params.o = output(o, "o");
-    params.indices = output(indices, "indices");
+    if (selects) params.indices = output(indices, "indices");
     if (!keep) return;
     params.o_cmp = output(saved.o_cmp, "o_cmp");
     params.o_slc = output(saved.o_slc, "o_slc");
@@ -89,11 +95,6 @@ struct BranchGradients {
   Gradient q, k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa, gates;
 };
 
-/// A saved tensor; one that was not saved is 1-D without elements.
-TensorView saved_input(const Tensor& tensor, const char* name) {
-  return tensor.dim() == 1 && tensor.numel() == 0 ? TensorView{} : input(tensor, name);
-}
-
 NativeSparseAttentionParams params_of(const BranchArguments& branches, const PhiArguments& weights_k,
                                       const PhiArguments& weights_v, const Ints& cfg, Scale softmax_scale,
                                       const RotationArguments& rotation, const PackedArguments& packed,
@@ -113,13 +114,13 @@ NativeSparseAttentionParams params_of(const BranchArguments& branches, const Phi
 
 Tensors<8> nsa_attention(const BranchArguments& branches, const Ints& cfg, Scale softmax_scale, double noise,
                          std::int64_t seed, const PackedArguments& packed, const OptionalTensor& block_indices,
-                         bool keep) {
+                         bool keep, bool return_indices) {
   auto params = attention_of(branches, cfg, softmax_scale, packed, block_indices);
   params.k_c = input(branches.k_cmp, "k_c");
   params.v_c = input(branches.v_cmp, "v_c");
   params.noise = noise;
   params.seed = static_cast<std::uint64_t>(seed);
-  const Outputs out(params, branches, keep);
+  const Outputs out(params, branches, keep, return_indices);
   const SavedArguments& saved = out.saved;
   run(nsa::nsa_attention, params, branches.q);
   return {out.o, out.indices, saved.o_cmp, saved.o_slc, saved.o_swa, saved.lse_cmp, saved.lse_slc, saved.lse_swa};
@@ -148,12 +149,12 @@ Tensors<10> native_sparse_attention(const BranchArguments& branches, const PhiAr
                                     const PhiArguments& weights_v, const Ints& cfg, Scale softmax_scale,
                                     const RotationArguments& rotation, double noise, std::int64_t seed,
                                     const PackedArguments& packed, const OptionalTensor& block_indices, bool keep,
-                                    bool keep_compressed) {
+                                    bool keep_compressed, bool return_indices) {
   auto params = params_of(branches, weights_k, weights_v, cfg, softmax_scale, rotation, packed, block_indices);
   NsaAttentionParams& attention = params.attention;
   attention.noise = noise;
   attention.seed = static_cast<std::uint64_t>(seed);
-  const Outputs out(attention, branches, keep);
+  const Outputs out(attention, branches, keep, return_indices);
   const SavedArguments& saved = out.saved;
   const auto compressed = [&](const Tensor& raw) {
     return make(branches.q,

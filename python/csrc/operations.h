@@ -52,23 +52,24 @@ Tensor combine(const Tensor& o_cmp, const Tensor& o_slc, const Tensor& o_swa, co
 Tensors<4> combine_backward(const Tensor& d_o, const Tensor& o_cmp, const Tensor& o_slc, const Tensor& o_swa,
                             const Tensor& gates, const Bools& needs);
 
-/// o, indices and, only if `keep`, what the backward needs: o_cmp, o_slc, o_swa, lse_cmp, lse_slc, lse_swa
+/// o, indices (with block_indices only if `return_indices`) and, only if `keep`, what the backward needs: o_cmp, o_slc,
+/// o_swa, lse_cmp, lse_slc, lse_swa
 Tensors<8> nsa_attention(const BranchArguments& branches, const Ints& cfg, Scale softmax_scale, double noise,
                          std::int64_t seed, const PackedArguments& packed, const OptionalTensor& block_indices,
-                         bool keep);
+                         bool keep, bool return_indices);
 /// d_q, d_k_c, d_v_c, d_k_slc, d_v_slc, d_k_swa, d_v_swa, d_gates
 Tensors<8> nsa_attention_backward(const Tensor& d_o, const BranchArguments& branches, const Tensor& indices,
                                   const SavedArguments& saved, const Ints& cfg, Scale softmax_scale,
                                   const PackedArguments& packed, const OptionalTensor& block_indices,
                                   const Bools& needs);
 
-/// o, indices; only if `keep_compressed`, k_c (rotated) and v_c; only if `keep`, the rest that nsa_attention_backward
-/// needs: o_cmp, o_slc, o_swa, lse_cmp, lse_slc, lse_swa
+/// o, indices as from nsa_attention; only if `keep_compressed`, k_c (rotated) and v_c; only if `keep`, the rest that
+/// nsa_attention_backward needs: o_cmp, o_slc, o_swa, lse_cmp, lse_slc, lse_swa
 Tensors<10> native_sparse_attention(const BranchArguments& branches, const PhiArguments& weights_k,
                                     const PhiArguments& weights_v, const Ints& cfg, Scale softmax_scale,
                                     const RotationArguments& rotation, double noise, std::int64_t seed,
                                     const PackedArguments& packed, const OptionalTensor& block_indices, bool keep,
-                                    bool keep_compressed);
+                                    bool keep_compressed, bool return_indices);
 /// d_q, d_k_cmp, d_v_cmp, d_k_slc, d_v_slc, d_k_swa, d_v_swa, d_gates, d_pe, d_w1, d_b1, d_w2, d_b2 of keys and of
 /// values. k_c and v_c are computed again if they were not saved.
 Tensors<18> native_sparse_attention_backward(const Tensor& d_o, const BranchArguments& branches,

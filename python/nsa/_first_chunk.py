@@ -73,7 +73,20 @@ def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tenso
         branches = (q, *branches[1:3], k_slc, branches[4], k_swa, *branches[6:])
     # In the order of the schema: no noise, nothing packed, nothing saved for a backward but compressed keys and values.
     o, selected, k_c, v_c, *_ = call(
-        ops.native_sparse_attention, *branches, *layer, 0.0, 0, None, None, 0, 0, indices, False, True, names=names
+        ops.native_sparse_attention,
+        *branches,
+        *layer,
+        0.0,
+        0,
+        None,
+        None,
+        0,
+        0,
+        indices,
+        False,
+        True,
+        True,
+        names=names,
     )
     with _writing():
         taken = _append(cache, branches[1:7], (k_c, v_c), num_new.clamp(0, m), NSAConfig(*layer[-4]))

@@ -136,6 +136,12 @@ def _indices(q: Tensor, k_c: Tensor, cfg: Sequence[int]) -> Tensor:
     return q.new_empty((*q.shape[:-2], k_c.shape[-2], NSAConfig(*cfg).topk), dtype=torch.int32)
 
 
+def _chosen(q: Tensor, k_c: Tensor, cfg: Sequence[int], block_indices: Tensor | None, return_indices: bool) -> Tensor:
+    if block_indices is not None and not return_indices:
+        return q.new_empty(0, dtype=torch.int32)
+    return _indices(q, k_c, cfg)
+
+
 def _compressed(k: Tensor, cfg: Sequence[int], cu_seqlens: Tensor | None) -> Tensor:
     config = NSAConfig(*cfg)
     if cu_seqlens is not None:
@@ -212,9 +218,10 @@ def _(d_o, o_cmp, o_slc, o_swa, gates, needs):
 
 @_fake("nsa_attention")
 def _(q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates, cfg, softmax_scale, noise, seed, *rest):
-    keep = rest[-1]
+    block_indices, keep, return_indices = rest[-3:]
     kept = (_o(q, v_c), _o(q, v_slc), _o(q, v_swa), _lse(q), _lse(q), _lse(q))
-    return _o(q, v_c), _indices(q, k_c, cfg), *(t if keep else t.new_empty(0) for t in kept)
+    chosen = _chosen(q, k_c, cfg, block_indices, return_indices)
+    return _o(q, v_c), chosen, *(t if keep else t.new_empty(0) for t in kept)
 
 
 @_fake("nsa_attention_backward")
@@ -224,10 +231,10 @@ def _(d_o, q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates, *rest):
 
 @_fake("native_sparse_attention")
 def _(q, k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa, gates, *rest):
-    cfg, (cu_seqlens_q, *_, keep, keep_compressed) = rest[12], rest[18:]
+    cfg, (cu_seqlens_q, *_, block_indices, keep, keep_compressed, return_indices) = rest[12], rest[18:]
     kept = (_o(q, v_slc), _o(q, v_slc), _o(q, v_slc), _lse(q), _lse(q), _lse(q))
     return (
-        *(_o(q, v_slc), _indices(q, k_cmp, cfg)),
+        *(_o(q, v_slc), _chosen(q, k_cmp, cfg, block_indices, return_indices)),
         *(_compressed(t, cfg, cu_seqlens_q) if keep_compressed else t.new_empty(0) for t in (k_cmp, v_cmp)),
         *(t if keep else t.new_empty(0) for t in kept),
     )

@@ -281,7 +281,7 @@ def nsa_attention(
     tensors = (q, k_c, v_c, k, v, k if k_swa is None else k_swa, v if v_swa is None else v_swa, gates)
     keep = torch.is_grad_enabled() and needs_gradient(*tensors)
     settings = (cfg.as_list(), softmax_scale, float(noise), _signed(seed))
-    o, selected, *_ = call(ops.nsa_attention, *tensors, *settings, *packed, indices, keep, names=names)
+    o, selected, *_ = call(ops.nsa_attention, *tensors, *settings, *packed, indices, keep, return_indices, names=names)
     return (o, selected) if return_indices else o
 
 
@@ -385,7 +385,7 @@ def native_sparse_attention(
     results = call(
         ops.native_sparse_attention,
         *(*branches, *weights, *settings, *packed, indices),
-        *(keep, keep and not recompute_compressed),
+        *(keep, keep and not recompute_compressed, return_indices),
         names=names,
     )
     return results[:2] if return_indices else results[0]

@@ -286,18 +286,20 @@ class NativeSparseAttention(nn.Module):
             f"{name}_{branch}": t[branch] for name, t in (("k", k), ("v", v)) for branch in BRANCHES[1:]
         }
         arguments |= {"weights_k": self.phi_k(q.dtype), "weights_v": self.phi_v(q.dtype), "indices": indices}
+        # Where blocks are given and these not wanted, none are selected.
+        wanted = return_indices or (replay is not None and replay.compares)
+        found: Any
         if cache is not None:
             step: Callable[..., Any] = decode
             if first_chunk or x.shape[1] > MAX_DECODE_TOKENS:
                 step = functools.partial(prefill, first_chunk=first_chunk)
-            found: Any = step(
+            found = step(
                 *(q, k["cmp"], v["cmp"], gates, cache),
                 **arguments,
                 rope=self._tables_for(cache),
                 num_new=num_new,
                 return_indices=return_indices,
             )
-            o, selected = found if return_indices else (found, found)
         else:
             cp = self.context_parallel
             rows = x.shape[-2] * (1 if cp is None else cp.size)
@@ -307,10 +309,10 @@ class NativeSparseAttention(nn.Module):
                 "rope": self._tables(longest, x.device),
                 "noise": noise,
                 "seed": 0 if seed is None else seed,
-                "return_indices": True,
+                "return_indices": wanted,
             }
             if cp is None:
-                o, selected = self._attend(
+                found = self._attend(
                     *(q, k["cmp"], v["cmp"], gates),
                     **arguments,
                     recompute_compressed=self.recompute_compressed,
@@ -318,14 +320,14 @@ class NativeSparseAttention(nn.Module):
                     max_seqlen_q=max_seqlen,
                 )
             else:
-                o, selected = context_parallel_attention(
+                found = context_parallel_attention(
                     *(q, k["cmp"], v["cmp"], gates, cp), **arguments, cu_seqlens=cu_seqlens
                 )
             self._ask_selector(q, k, arguments["weights_k"], arguments["rope"], cu_seqlens, max_seqlen)
-            if replay is not None and indices is not None:
-                replay.compare(indices, selected)
-        o = self.o_proj(o.flatten(-2))
-        return (o, selected) if return_indices else o
+            if replay is not None and replay.compares and indices is not None:
+                replay.compare(indices, found[1])
+        o = self.o_proj((found[0] if wanted else found).flatten(-2))
+        return (o, found[1]) if return_indices else o
 
     def _recorded(self, replay: LayerReplay, x: Tensor) -> Tensor:
         """The recorded blocks of this rank's rows of x."""

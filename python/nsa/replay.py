@@ -172,12 +172,13 @@ class LayerReplay:
     """A layer's part of the records, in its attribute `replayed`.
 
     Attributes:
+        compares: whether forwards also select blocks, for `compare`.
         counts: of each forward that compared, how many (token, KV head) differ, and of how many: int64 (2).
     """
 
     def __init__(self, indices: Tensor, compare: bool) -> None:
         self._indices = indices
-        self._compare = compare
+        self.compares = compare
         self.counts: list[Tensor] = []
 
     def given(self, tokens: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -197,10 +198,9 @@ class LayerReplay:
 
     def compare(self, given: Tensor, selected: Tensor) -> None:
         """Counts the rows of (..., Hkv, topk) that differ. Rows of padding have no blocks and do not count."""
-        if self._compare:
-            real = (given >= 0).any(-1)
-            different = (given != selected).any(-1) & real
-            self.counts.append(torch.stack((different.sum(), real.sum())))
+        real = (given >= 0).any(-1)
+        different = (given != selected).any(-1) & real
+        self.counts.append(torch.stack((different.sum(), real.sum())))
 
 
 class Replay:
@@ -233,7 +233,7 @@ def replay(
         records: one for each sequence of the batch, in its order: rows of a padded batch, or sequences of a packed one.
             The records cover all tokens, padding excepted. With context parallelism every rank gives all of them.
         lengths: of the sequences in tokens, default those of the records; see `SelectionRecord.resized`.
-        compare: also count how often the layers would have selected other blocks.
+        compare: also count how often the layers would have selected other blocks; else they do not select.
 
     Raises:
         ValueError: records of another number of layers or KV heads, or of other hyperparameters than the model's; in

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa
 from devices import head_dims
@@ -18,6 +19,20 @@ NOT_PACKED = (None, None, 0, 0)
 @pytest.fixture
 def fresh_compiler():
     torch._dynamo.reset()
+
+
+class Recorder(TorchDispatchMode):
+    """Appends to a list what native_sparse_attention returns."""
+
+    def __init__(self, results):
+        super().__init__()
+        self.results = results
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        result = operator(*arguments, **(options or {}))
+        if operator is ops.native_sparse_attention.default:
+            self.results.append(result)
+        return result
 
 
 def randn(*shape):
@@ -35,7 +50,7 @@ def arguments():
     with torch.no_grad():
         o, lse = ops.compressed_attention(q, k_c, v_c, CFG, None, None, *NOT_PACKED)
         indices = ops.select_blocks(q, k_c, lse, CFG, None, None, 0.0, 0, *NOT_PACKED)
-        whole = ops.nsa_attention(*branches, CFG, None, 0.0, 0, *NOT_PACKED, None, True)
+        whole = ops.nsa_attention(*branches, CFG, None, 0.0, 0, *NOT_PACKED, None, True, True)
     d_o = torch.randn_like(o)
 
     def plain(*tensors):
@@ -62,17 +77,23 @@ def arguments():
     yield "sliding_window_attention_backward", plain(d_o, q, k, v, o, lse, 20, None, *NOT_PACKED, [False, True, True])
     yield "combine", (randn(2, 50, 4, dv), randn(2, 50, 4, dv), randn(2, 50, 4, dv), gates)
     yield "combine_backward", plain(d_o, d_o, d_o, d_o, gates, [True] * 4)
-    yield "nsa_attention", (*branches, CFG, None, 0.0, 0, *NOT_PACKED, None, True)
-    yield "nsa_attention", plain(*branches, CFG, None, 0.5, 9, *NOT_PACKED, None, False)
+    yield "nsa_attention", (*branches, CFG, None, 0.0, 0, *NOT_PACKED, None, True, True)
+    yield "nsa_attention", plain(*branches, CFG, None, 0.5, 9, *NOT_PACKED, None, False, True)
+    given = whole[1]
+    yield "nsa_attention", (*branches, CFG, None, 0.0, 0, *NOT_PACKED, given, True, True)
+    yield "nsa_attention", (*branches, CFG, None, 0.0, 0, *NOT_PACKED, given, True, False)
     yield "nsa_attention_backward", plain(d_o, *branches, *whole[1:], CFG, None, *NOT_PACKED, None, [True] * 8)
     phi_mean, rope = ("mean", *[None] * 5), (torch.ones(50, dk // 2), torch.zeros(50, dk // 2))
     layer = (q, k, v, k, v, k, v, gates, *phi, *phi_mean)
-    yield "native_sparse_attention", (*layer, CFG, None, *rope, 0.0, 0, *NOT_PACKED, None, True, True)
-    yield "native_sparse_attention", (*layer, CFG, None, *rope, 0.0, 0, *NOT_PACKED, None, True, False)
-    yield "native_sparse_attention", plain(*layer, CFG, 0.3, None, None, 0.5, 9, *NOT_PACKED, None, False, False)
+    yield "native_sparse_attention", (*layer, CFG, None, *rope, 0.0, 0, *NOT_PACKED, None, True, True, True)
+    yield "native_sparse_attention", (*layer, CFG, None, *rope, 0.0, 0, *NOT_PACKED, None, True, False, True)
+    yield "native_sparse_attention", (*layer, CFG, None, *rope, 0.0, 0, *NOT_PACKED, given, True, True, False)
+    yield "native_sparse_attention", plain(*layer, CFG, 0.3, None, None, 0.5, 9, *NOT_PACKED, None, False, False, True)
     packed = (*(t[0] for t in layer[:8]), *phi, *phi_mean)
-    yield "native_sparse_attention", plain(*packed, CFG, None, *rope, 0.0, 0, cu, None, 30, 30, None, True, True)
-    kept = ops.native_sparse_attention(*plain(*layer), CFG, None, *rope, 0.0, 0, *NOT_PACKED, None, True, True)[1:]
+    yield "native_sparse_attention", plain(*packed, CFG, None, *rope, 0.0, 0, cu, None, 30, 30, None, True, True, True)
+    kept = ops.native_sparse_attention(*plain(*layer), CFG, None, *rope, 0.0, 0, *NOT_PACKED, None, True, True, True)[
+        1:
+    ]
     needs = [True] * 8 + [True, True, False, True, False] + [False] * 5
     for compressed in (kept[1:3], (torch.empty(0), torch.empty(0))):
         yield (
@@ -109,14 +130,14 @@ def test_every_operator_is_checked():
     assert set(names()) == {name for name, _ in arguments()} | without_tensors | raises
 
 
-@pytest.mark.parametrize("index", range(28))
+@pytest.mark.parametrize("index", range(31))
 def test_opcheck(backend, index):
     name, args = list(arguments())[index]
     torch.library.opcheck(getattr(ops, name).default, args)
 
 
 def test_opcheck_runs_all():
-    assert len(list(arguments())) == 28
+    assert len(list(arguments())) == 31
 
 
 @pytest.mark.slow
@@ -329,7 +350,7 @@ def test_threads_at_once(backend):
 def test_inference_keeps_nothing():
     q, k_c = torch.randn(1, 20, 2, 16), torch.randn(1, 4, 1, 16)
     k, gates = torch.randn(1, 20, 1, 16), torch.rand(1, 20, 2, 3)
-    _, _, *kept = ops.nsa_attention(q, k_c, k_c, k, k, k, k, gates, CFG, None, 0.0, 0, *NOT_PACKED, None, False)
+    _, _, *kept = ops.nsa_attention(q, k_c, k_c, k, k, k, k, gates, CFG, None, 0.0, 0, *NOT_PACKED, None, False, True)
     assert [t.numel() for t in kept] == [0] * 6
 
 
@@ -351,6 +372,23 @@ def test_layer_has_the_bits_of_its_operations(device):
         o, indices = nsa.nsa_attention(rotated["q"], rotated["k_slc"], v, gates, return_indices=True, **options)
         assert torch.equal(o, found[0][0]) and torch.equal(indices, found[0][1])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("packed", (False, True))
+def test_given_blocks_need_no_selection(device, packed):
+    """Unless the caller wants the selected ones, too; the results are the same."""
+    problem = Problem([(70, 70), (9, 33)] if packed else [(70, 70)] * 2, packed=packed)
+    inputs = problem.inputs("native_sparse_attention", torch.float32)
+    given = problem.shaped(problem.random_indices(SMALL.topk))
+    made, found = [], []
+    for wanted in (False, True):
+        with Recorder(made):
+            result = problem.layer(inputs, indices=given, return_indices=wanted)
+        o = result[0] if wanted else result
+        found.append([o, *torch.autograd.grad(o.square().sum(), list(inputs.values()))])
+    assert [outputs[1].numel() for outputs in made] == [0, given.numel()]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_layer_keeps_only_what_it_says(device):

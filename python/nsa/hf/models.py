@@ -178,11 +178,14 @@ class NsaAttention(NativeSparseAttention):
             attend: Any = operations.native_sparse_attention
             if layout.tables[0].dim() == 3:
                 attend = partial(attention_by_token_tables, operations)
-            o, selected = attend(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, return_indices=True, **inputs)
-            if self.replayed is not None:
-                self.replayed.compare(inputs["indices"], selected)
+            wanted = self.keep_record if self.replayed is None else self.replayed.compares
+            found: Any = attend(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, return_indices=wanted, **inputs)
+            o = found[0] if wanted else found
+            if self.replayed is not None and wanted:
+                self.replayed.compare(inputs["indices"], found[1])
             if self.keep_record:
-                self._keep_record(q, k, gates, inputs.get("indices", selected), inputs["weights_k"], layout)
+                blocks = found[1] if self.replayed is None else inputs["indices"]
+                self._keep_record(q, k, gates, blocks, inputs["weights_k"], layout)
             if self.selector_queries:
                 if q.shape[-2] < self.num_heads:
                     given = f"selector_queries = {self.selector_queries}"

@@ -158,7 +158,9 @@ def native_sparse_attention(
         cos, sin = rope[0][rows], rope[1][rows]
         q, k_slc = rotate(q, cos, sin), rotate(k_slc, cos, sin)
         k_swa = rotate(k_swa, cos, sin) if own_window else k_slc
-    plan = Plan(cp, chunks, cfg, at_once, packed, softmax_scale, float(noise), _signed(seed), rope, indices)
+    plan = Plan(
+        cp, chunks, cfg, at_once, packed, softmax_scale, float(noise), _signed(seed), rope, indices, return_indices
+    )
     window = (k_swa, v_swa) if own_window else (None, None)
     kinds = (weights_k.kind, weights_v.kind)
     weights = (*weights_k.as_arguments()[1:], *weights_v.as_arguments()[1:])
@@ -267,16 +269,17 @@ class _Attention(torch.autograd.Function):
                     ops.nsa_attention,
                     *(s.own(q)[slot][..., of_q, :], *s.seen(chunk, whole), s.own(gates)[slot][..., of_q, :]),
                     *(s.cfg.as_list(), s.softmax_scale, s.noise, s.seed, *s.lengths(chunk, q)),
-                    *(s.given(slot, heads), keep),
+                    *(s.given(slot, heads), keep, s.return_indices),
                 )
                 output.put(o, slot, of_q.start)
-                chosen.put(selected, slot, heads[0])
+                if s.return_indices:
+                    chosen.put(selected, slot, heads[0])
                 kept += [selected, *others]
                 del o, others  # memory
             del whole
         ctx.plan, ctx.phi_kinds, ctx.given = s, kinds, len(tensors)
         ctx.save_for_backward(*tensors, *(kept if keep else ()))
-        indices = chosen.result()
+        indices = chosen.result() if s.return_indices else q.new_empty(0, dtype=torch.int32)
         ctx.mark_non_differentiable(indices)
         ctx.set_materialize_grads(False)
         return output.result(), indices

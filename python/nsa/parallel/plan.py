@@ -29,6 +29,7 @@ class Plan:
     seed: int
     rope: tuple[Tensor, Tensor] | None
     indices: Tensor | None
+    return_indices: bool
 
     @property
     def dim(self) -> int:

@@ -186,7 +186,8 @@ void check_whole(Checker& check, Shapes& shapes, const NsaAttentionParams& param
   check.optional_int32("block_indices", params.block_indices, Access::kInput, shapes.indices(topk));
   const bool backward = results == Access::kInput;
   if (!backward) check.tensor("o", params.o, results, shapes.o());
-  if (backward || params.indices.defined()) check.int32("indices", params.indices, results, shapes.indices(topk));
+  const bool attended = backward && !params.block_indices.defined();
+  if (attended || params.indices.defined()) check.int32("indices", params.indices, results, shapes.indices(topk));
   for (const auto& [name, view] :
        {std::pair{"o_cmp", &params.o_cmp}, {"o_slc", &params.o_slc}, {"o_swa", &params.o_swa}})
     if (backward || view->defined()) check.tensor(name, *view, results, shapes.o());

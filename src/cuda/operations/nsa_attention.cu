@@ -12,9 +12,11 @@ namespace nsa::cuda {
 
 namespace {
 
-/// Block selection together with the compressed attention `cmp`: by one kernel where there is one.
+/// Block selection, where its indices are wanted, together with the compressed attention `cmp`: by one kernel where
+/// there is one.
 Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectBlocksParams& p, NonfiniteGuard& guard,
                              Execution& e) {
+  if (!p.indices.defined()) return launch_forward(cmp, guard, e);
   const Branch b = branch_of(cmp);
   const sm90::Kernels hopper = hopper_kernels(b, cmp.o, p.cfg);
   if (!hopper.compressed_select) {
@@ -114,7 +116,7 @@ Status attend_branches(const NsaAttentionParams& p, const Packed& window, Nonfin
   }
   for (auto t : {&NsaAttentionParams::lse_cmp, &NsaAttentionParams::lse_slc, &NsaAttentionParams::lse_swa})
     if (!(kept.*t).defined()) kept.*t = take_like(e.arena, lse, DType::kFloat32);
-  if (!kept.indices.defined()) {
+  if (!kept.indices.defined() && !kept.block_indices.defined()) {
     TensorView indices = p.q;
     indices.shape[static_cast<std::size_t>(p.q.rank - 2)] = p.k_c.size(-2);
     indices.shape[static_cast<std::size_t>(p.q.rank - 1)] = p.cfg.topk;
