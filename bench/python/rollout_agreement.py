@@ -220,13 +220,12 @@ def main() -> None:
     entropy = -(sampled.exp() * sampled).sum(-1).mean().item()
     results: dict[str, Any] = {"arguments": vars(options), "tokens": answers.numel(), "entropy": entropy}
 
-    def context(name: str, compare: bool = False) -> Any:
-        given = nsa.replay.replay(trainer, records, compare=compare)
-        return given if name == "replayed" else nullcontext()
+    def context(name: str) -> Any:
+        return nsa.replay.replay(trainer, records) if name == "replayed" else nullcontext()
 
     steps: dict[str, list[float]] = {"selected": [], "replayed": []}
     for name in steps:
-        with torch.no_grad(), context(name, compare=True) as state:
+        with torch.no_grad(), context(name):
             forward = trainer(ids, use_cache=False, output_hidden_states=True)
             found = forward.logits[:, options.length - 1 :].float().log_softmax(-1)
             training = torch.stack([layer[:, options.length - 1 :] for layer in forward.hidden_states[1:]])
@@ -236,6 +235,8 @@ def main() -> None:
             "mean_kl": (sampled.exp() * (sampled - found)).sum(-1).mean().item(),
             "by_layer": by_layer(trainer, hidden, training),
         }
+    with torch.no_grad(), nsa.replay.replay(trainer, records, compare=True) as state:
+        trainer(ids, use_cache=False)
     results["differing_selections_by_layer"] = [different / counted for different, counted in state.by_layer()]
     for _ in range(3):
         for name, times in steps.items():
