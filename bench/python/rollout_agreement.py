@@ -8,10 +8,9 @@ computes the log-probabilities of the same tokens. By layer: the share of (token
 without the record, the difference of the hidden states over their norm, and the KL of what the output head makes of
 them in float32; in the last layer that is the KL without the rounding of the logits.
 "attention" compares the operators alone, on the same random inputs and blocks: how far decode and prefill are from the
-training forward, and how long they take over its time for the same tokens. Times are medians of decode steps and
-training steps, taking turns; all rows of a decode step have the same prompt. --decode-only: of decode steps alone, for
-shapes that a training step has no memory for.
---attention-only: of the operators alone.
+training forward, and how long they take over its time for the same tokens. Times are medians of 64 decode steps and
+of training steps, taking turns; all rows of a decode step have the same prompt. --decode-only: of decode steps alone,
+for shapes that a training step has no memory for. --attention-only: of the operators alone.
 """
 
 import argparse
@@ -30,6 +29,7 @@ import nsa
 from nsa.hf import NsaLlamaConfig, NsaLlamaForCausalLM
 
 CHUNK = 8192  # tokens of a prompt in one call, so that long prompts have room
+AT_ONCE = 64  # decode steps, after which a cache has written what it recorded
 STEPS = (1, 16, 128, 2048)  # new tokens in a call that is compared with the training forward; also all
 
 
@@ -80,7 +80,7 @@ def synchronized() -> float:
 
 
 def decode_times(model: Any, ids: Tensor, repeats: int) -> dict[str, float]:
-    """Median seconds of a decode step behind the prompt, without and with recording."""
+    """Seconds of a decode step behind the prompt, without and with recording: medians of means over many steps."""
     caches: dict[str, Any] = {}
     times: dict[str, list[float]] = {"plain": [], "recorded": []}
     with torch.inference_mode():
@@ -94,8 +94,10 @@ def decode_times(model: Any, ids: Tensor, repeats: int) -> dict[str, float]:
         for _ in range(repeats):
             for name, found in times.items():
                 start = synchronized()
-                model(ids[:, -1:], cache=caches[name])
-                found.append(synchronized() - start)
+                for _ in range(AT_ONCE):
+                    model(ids[:, -1:], cache=caches[name])
+                    finished = synchronized()
+                found.append((finished - start) / AT_ONCE)
     medians = {name: statistics.median(found) for name, found in times.items()}
     return medians | {"recorded_over_plain": medians["recorded"] / medians["plain"]}
 
@@ -184,7 +186,7 @@ def main() -> None:
         help="of the random weights: large, or the model says the same whatever it attends to; its square root of the "
         "hidden size times as much is the gain of a linear layer, which multiplies rounding",
     )
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--decode-only", action="store_true")
     parser.add_argument("--attention-only", action="store_true")
     parser.add_argument("--json")
