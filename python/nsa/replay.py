@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._arguments import check_type
+from ._arguments import check_order, check_type
 from .cache import KVCache
 from .config import NSAConfig
 from .layer import NativeSparseAttention
@@ -36,7 +36,7 @@ from .selector import block_mask
 __all__ = ["Replay", "SelectionRecord", "collect", "record", "replay"]
 
 _MAGIC = b"nsa selections 1\n"
-_ROWS = 1024  # tokens whose blocks are a mask at a time
+_MASK = 2**24  # elements of a mask of tokens and blocks, at most 1024 tokens at a time
 _LIMIT = 2**31  # bytes of one record when it is read: more is no record
 
 
@@ -117,7 +117,7 @@ class SelectionRecord:
         check_type("data", data, bytes)
         try:
             return _read(data)
-        except (ValueError, KeyError, TypeError, IndexError, zlib.error, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, zlib.error, OverflowError, RecursionError) as error:
             raise ValueError(f"data: no record of selections, or damaged: {error}") from None
 
 
@@ -242,6 +242,7 @@ def replay(
     """
     layers = _sparse_layers(model)
     check_type("records", records, Sequence)
+    check_order("lengths", lengths)
     if not records:
         raise ValueError("records: none: must be one for each sequence of the batch")
     if lengths is not None and len(lengths) != len(records):
@@ -256,13 +257,14 @@ def replay(
     if lengths is not None:
         records = [one.resized(length) for one, length in zip(records, lengths, strict=True)]
     parts = [LayerReplay(indices, compare) for indices in torch.cat([one.indices for one in records], 1)]
+    before = [layer.replayed for layer in layers]
     for layer, part in zip(layers, parts, strict=True):
         layer.replayed = part
     try:
         yield Replay([part.counts for part in parts])
     finally:
-        for layer in layers:
-            layer.replayed = None
+        for layer, value in zip(layers, before, strict=True):
+            layer.replayed = value
 
 
 def _sparse_layers(model: nn.Module) -> list[NativeSparseAttention]:
@@ -281,9 +283,11 @@ def _forced(positions: Tensor, blocks: int, cfg: NSAConfig) -> Tensor:
 
 def _chunks(tokens: int, cfg: NSAConfig) -> Iterator[tuple[slice, Tensor]]:
     """Rows of a sequence, some at a time, and their forced blocks (rows, blocks of the sequence)."""
-    for begin in range(0, tokens, _ROWS):
-        some = slice(begin, min(begin + _ROWS, tokens))
-        yield some, _forced(torch.arange(some.start, some.stop), -(-tokens // cfg.block_size), cfg)
+    blocks = -(-tokens // cfg.block_size)
+    rows = max(1, min(1024, _MASK // max(1, blocks)))
+    for begin in range(0, tokens, rows):
+        some = slice(begin, min(begin + rows, tokens))
+        yield some, _forced(torch.arange(some.start, some.stop), blocks, cfg)
 
 
 def _to_planes(numbers: Tensor) -> bytes:
@@ -306,11 +310,16 @@ def _read(data: bytes) -> SelectionRecord:
         raise ValueError("no header")
     header = json.loads(head)
     layers, tokens, heads, changes, size = (header[x] for x in ("layers", "tokens", "heads", "changes", "size"))
-    for name in ("layers", "tokens", "heads", "changes", "size"):
-        if type(header[name]) is not int or header[name] < 0:
-            raise ValueError(f"{name} = {header[name]}")
-    cfg = NSAConfig(*header["cfg"])
+    # A few bytes unpack to millions of zeros, and each sequence of blocks takes a loop.
     streams = layers * heads
+    for name, value, least, most in (
+        *((name, header[name], 0, _LIMIT) for name in ("layers", "heads", "changes", "size")),
+        ("tokens", tokens, 0, 2**24),
+        ("layers * heads", streams, 1, 65536),
+    ):
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{name} = {value}: must be {least} ... {most}")
+    cfg = NSAConfig(*header["cfg"])
     expected = 4 * (streams * tokens + changes)
     if len(body) != size or header["dtype"] not in ("int16", "int32"):
         raise ValueError(f"{len(body)} bytes behind the header: expected {size}")

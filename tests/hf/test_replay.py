@@ -1,5 +1,8 @@
 """nsa.replay: what generation selected is recorded, and training attends to it."""
 
+import json
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -270,6 +273,31 @@ def test_damaged_bytes_are_refused():
             assert str(error).startswith("data: ") or "must be" in str(error)
 
 
+def test_bytes_that_describe_what_no_record_holds_are_refused():
+    """In no time: the numbers of a header do not become loops, memory or errors of another kind."""
+    magic, head, _ = random_record(layers=1, tokens=40, heads=1).to_bytes().split(b"\n", 2)
+    body = zlib.compress(b"")
+    fields = json.loads(head) | {"tokens": 0, "changes": 0, "size": len(body)}
+    sizes = [{"layers": 2**40}, {"layers": 10**7}, {"heads": 0, "tokens": 2**62}, {"layers": 0}, {"tokens": 2**30}]
+    for changed in (*sizes, {"layers": [1]}, {"heads": True}, {"layers": "1"}, {"layers": 1e9}):
+        with pytest.raises(ValueError, match="data: no record"):
+            SelectionRecord.from_bytes(b"\n".join((magic, json.dumps(fields | changed).encode(), body)))
+    with pytest.raises(ValueError, match="data: no record"):
+        SelectionRecord.from_bytes(magic + b"\n" + b"[" * 100_000 + b"\n")
+
+
+def test_a_replay_within_another_leaves_it():
+    layer = nsa.NativeSparseAttention(32, 4, 2, 8, cfg=nsa.NSAConfig(8, 4, 16, 8, window_size=16))
+    x = torch.randn(1, 300, 32)
+    outer, inner = (torch.full((1, 300, 2, 8), block, dtype=torch.int16) for block in (0, 1))
+    with torch.no_grad(), replay(layer, [SelectionRecord(outer, layer.cfg)]):
+        before = layer(x)
+        with replay(layer, [SelectionRecord(inner, layer.cfg)]):
+            assert not torch.equal(layer(x), before)
+        assert torch.equal(layer(x), before)
+    assert layer.replayed is None
+
+
 def test_what_does_not_fit_is_refused(prompts):
     model = sparse("llama")
     out, mask, _ = rollout(model, prompts)
@@ -288,6 +316,9 @@ def test_what_does_not_fit_is_refused(prompts):
             pass
     with pytest.raises(ValueError, match=r"lengths: 2: must be 3"):
         with replay(model, records, lengths[:2]):
+            pass
+    with pytest.raises(TypeError, match="lengths: set: must be a sequence"):
+        with replay(model, records, {*range(3)}):
             pass
     with pytest.raises(ValueError, match=r"length = 300: must be 0 \.\.\. "):
         with replay(model, records, [300, *lengths[1:]]):
