@@ -166,7 +166,7 @@ class Step:
         max_length: an upper bound of seq_lens.
         slot_mapping: int64 (tokens), where each new token lies in the pool of pages, page * page_size + offset. Follows
             from block_table and is only compared with it.
-        page_size: tokens in a page; only for slot_mapping and for the check of the capacity.
+        page_size: tokens in a page of the layers, for slot_mapping and for the checks of tables and capacity.
         seq_lens_cpu_upper_bound: (num_reqs) on the host, at least seq_lens; default seq_lens, if they are on the host.
             A chunk that has as many tokens begins its prompt and runs as `nsa.prefill(first_chunk=True)`, on a GPU
             several times as fast.
@@ -228,6 +228,7 @@ class Step:
             t.clone(memory_format=torch.contiguous_format) for t in (seq_lens, block_table, block_table_c)
         )
         self.cfg, self.max_length, self.num_tokens, self.num_slots = cfg, max_length, starts[-1], max(slots) + 1
+        self._page_sizes = {"k_slc": page_size, "k_c": compressed_page_size(cfg, page_size)}
         self._last_pages: dict[str, int] = {}
         new = [b - a for a, b in pairwise(starts)]
         if not seq_lens.is_cuda or os.environ.get("NSA_VALIDATE") == "1":
@@ -323,6 +324,9 @@ class Step:
         for name, ring in zip(LayerCache._fields[4:], _rings(layer), strict=True):
             if ring.shape[0] < self.num_slots:
                 raise ValueError(f"layer: {name}: {ring.shape[0]} slots: must have {self.num_slots}")
+        for name, size in self._page_sizes.items():
+            if (found := getattr(layer, name).shape[1]) != size:
+                raise ValueError(f"layer: {name}: pages of {found} tokens: must be {size}, by page_size of the step")
         given = [q, k, v, k_slc, v_slc, k_swa, v_swa, gates]
         names = ("q", "k", "v", "k_slc", "v_slc", "k_swa", "v_swa", "gates")
         for name, tensor in zip(names, given, strict=True):  # as a chunk's operator would, after the decodes
@@ -517,6 +521,7 @@ def fork(
         check_type(name, slot, int)
         if not 0 <= slot < slots or parent == child:
             raise ValueError(f"{name} = {slot}: must be 0 ... {slots - 1}, and another than the other's")
+    check_sizes(2**31 - 16, parent_length=max(1, parent_length))
     if not 0 <= length <= parent_length or parent_length - length > ROLLBACK:
         least = max(0, parent_length - ROLLBACK)
         raise ValueError(f"length = {length}: must be {least} ... {parent_length}, the parent's length")
@@ -569,8 +574,7 @@ def _integers(name: str, given: Sequence[int] | Tensor) -> list[int]:
             )
         check_usable(name, given)
         return given.tolist()
-    for i, number in enumerate(given):
-        check_type(f"{name}[{i}]", number, int)
+    check_type(name, given, Sequence[int])
     return list(given)
 
 

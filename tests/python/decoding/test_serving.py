@@ -207,6 +207,28 @@ def test_a_page_that_the_layer_lacks_changes_nothing(name):
     assert all(torch.equal(a, b) for a, b in zip(layer, before, strict=True))
 
 
+def test_another_page_size_than_the_layers_changes_nothing():
+    """By the step's page size the tables suffice, and what they share is full."""
+    table = torch.tensor([[3, -1], [0, -1], [2, 4]], dtype=torch.int32)
+    layer = memory()
+    before = [t.clone() for t in layer]
+    step = Step(**good() | {"block_table": table, "slot_mapping": None, "page_size": 32})
+    with pytest.raises(ValueError, match="layer: k_slc: pages of 16 tokens: must be 32, by page_size of the step"):
+        step.attend(layer, *inputs())
+    assert all(torch.equal(a, b) for a, b in zip(layer, before, strict=True))
+    joined = layer._replace(k_c=layer.k_c.view(1, -1, KV_HEADS, DIM), v_c=layer.v_c.view(1, -1, KV_HEADS, DIM))
+    with pytest.raises(ValueError, match=r"layer: k_c: pages of \d+ tokens: must be \d+"):
+        Step(**good()).attend(joined, *inputs())
+
+
+@pytest.mark.parametrize("name", ["slots", "query_start_loc", "seq_lens_cpu_upper_bound"])
+def test_numbers_come_in_a_sequence(name):
+    numbers = good()[name] if name in good() else [5, 20, 33]
+    for given in ((number for number in numbers), {*numbers}):
+        with pytest.raises(TypeError, match=f"^{name}: (generator|set): must be a sequence"):
+            Step(**good() | {name: given})
+
+
 @pytest.mark.bits
 @pytest.mark.parametrize("change", [lambda t: t.roll(1, 0), lambda t: t.fill_(9)])
 @pytest.mark.parametrize("name", ["seq_lens", "block_table", "block_table_c"])
@@ -261,6 +283,8 @@ def test_a_wrong_fork(parent, child, length, message):
     tables = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         fork(memory(), parent, child, *tables, length, 40, CFG)
+    with pytest.raises(ValueError, match="parent_length = 1099511627776: must be"):
+        fork(memory(), 0, 1, *tables, 2**40, 2**40, CFG)
 
 
 PAGE = 16
