@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from operator import index
 from types import NoneType, UnionType
@@ -24,10 +24,10 @@ _IN_ORDER = (tuple, list, Tensor, NoneType)
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Refuses an argument of another type than annotated: TypeError that names it.
 
-    Numbers and strings are looked at before the call, because torch would cut 4.5 to 4, and a set or a dict for a
-    sequence, whose order would be chance; the rest only if the call fails, as it does with anything else, so that a
-    good one does not pay for it. Flags are not looked at. Then it also looks for what torch has no words for
-    (`check_usable`).
+    Numbers and strings are looked at before the call, because torch would cut 4.5 to 4, and a set, a dict or an
+    iterator for a sequence, whose order would be chance or which ends after one pass. The rest is looked at only if
+    the call fails, as it does with anything else, so that a good one does not pay for it. Flags are not looked at. Then
+    it also looks for what torch has no words for (`check_usable`).
     """
     hints = {name: hint for name, hint in get_type_hints(function).items() if name != "return"}
     flags = {name for name, hint in hints.items() if hint is bool}
@@ -93,8 +93,8 @@ def check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def check_order(name: str, value: Any) -> None:
-    """Raises TypeError for a set or a dict where a sequence belongs."""
-    if isinstance(value, (AbstractSet, Mapping)):
+    """Raises TypeError for a set, a dict or an iterator where a sequence belongs."""
+    if isinstance(value, (AbstractSet, Mapping, Iterator)):
         raise TypeError(f"{name}: {type(value).__name__}: must be a sequence, whose members have an order") from None
 
 
@@ -156,6 +156,8 @@ def _is(value: Any, kind: Any) -> bool:
     if kind is int or kind is float:
         if isinstance(value, (int, torch.SymInt) if kind is int else (int, float, torch.SymInt, torch.SymFloat)):
             return not isinstance(value, bool)
+        if isinstance(value, Tensor) and value.dtype == torch.bool:
+            return False
         try:
             return not isinstance(value, (str, bytes)) and (index if kind is int else float)(value) is not None
         except (TypeError, ValueError, RuntimeError):

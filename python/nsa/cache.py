@@ -778,7 +778,7 @@ def _scales(keys: Tensor, *given: float | Tensor | None) -> list[Tensor | None]:
 
 def _token_ids(tokens: Sequence[int] | Tensor) -> tuple[int, ...]:
     if isinstance(tokens, Tensor):
-        if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
+        if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
             what = f"{str(tokens.dtype).removeprefix('torch.')} {tuple(tokens.shape)}"
             raise ValueError(f"tokens: {what}: must be whole numbers (tokens,)")
         check_usable("tokens", tokens)

@@ -226,6 +226,8 @@ def test_numbers_may_be_tensors_of_any_integer_type(dtype):
     layer = nsa.NativeSparseAttention(8, 1, 1, D, cfg=SMALL)
     layer(torch.randn(S, 8), packed["cu_seqlens_q"], longest)
     nsa.sliding_window_attention(x[None], x[None], x[None], torch.tensor(4, dtype=dtype))
+    with pytest.raises(TypeError, match=r"^max_seqlen: Tensor: must be an integer or None"):
+        layer(torch.randn(S, 8), packed["cu_seqlens_q"], torch.tensor(True))
     with pytest.raises(ValueError, match=r"^max_seqlen_q = -1: must be 0 \.\.\. 2\^63 - 1, or None for the total"):
         nsa.native_sparse_attention(x, x, x, gates, **packed, max_seqlen_q=torch.tensor(-1, dtype=torch.int32))
     assert nsa.NSAConfig(window_size=torch.tensor(4, dtype=dtype)).window_size == 4

@@ -390,11 +390,15 @@ def test_what_a_prefix_cannot_be():
         cache.match_prefix(0, [1, 2])
     with pytest.raises(ValueError, match=r"tokens: float32 \(3,\): must be whole numbers \(tokens,\)"):
         cache.keep_prefix(0, torch.ones(3))
+    with pytest.raises(ValueError, match=r"tokens: bool \(3,\): must be whole numbers \(tokens,\)"):
+        cache.keep_prefix(0, torch.ones(3) > 0)
     with pytest.raises(TypeError, match=r"tokens\[1\]"):
         cache.match_prefix(1, [1, 2.5])
     for call in (
         lambda: cache.keep_prefix(0, set(range(48))),
         lambda: cache.match_prefix(1, dict.fromkeys(range(48))),
+        lambda: cache.keep_prefix(0, iter(range(48))),
+        lambda: cache.match_prefix(1, (token for token in range(48))),
         lambda: cache.select({0, 1}),
         lambda: cache.crop({0: 70, 1: 0}.keys()),
         lambda: cache.reserve({16, 96}),
