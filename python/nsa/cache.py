@@ -76,8 +76,6 @@ class KVCache:
         block_table: int32 (B, max_pages), page p of a sequence, -1: none.
         block_table_c: int32 (B, max_pages_c), likewise of its compressed tokens.
         k_scale, v_scale: float32 (Hkv), or None without torch.float8_e4m3fn.
-        selections: int16, or int32 beyond 32767 blocks, (num_pages + 1, page_size, Hkv, topk): in the pages of the
-            tokens, the blocks that each selected; the last page holds nothing. None without record_selections.
     """
 
     _selections: Tensor | None = None
@@ -254,7 +252,11 @@ class KVCache:
         return self.selections[pages].flatten(0, 1)[:length]
 
     @property
-    def selections(self) -> Tensor | None:  # noqa: D102  # described among the attributes
+    def selections(self) -> Tensor | None:
+        """In the pages of the tokens, the blocks that each selected; None without record_selections.
+
+        int16, or int32 beyond 32767 blocks, (num_pages + 1, page_size, Hkv, topk); the last page holds nothing.
+        """
         self._write_deferred()
         return self._selections
 
