@@ -11,6 +11,9 @@ graphs are on, keys and values have the same memory.
               NSA_BATCH_INVARIANT=1: how many are equal, and how far apart the two log-probabilities are where not
     tokens_float32, tokens_dense
               the same in float32, and of the dense model beside transformers: what rounding alone does
+    tokens_trained
+              the same of a trained model of bytes (--trained, as python -m nsa.convert writes it), whose prompts of 100
+              to 8000 bytes are parts of this package's sources
     dense, sparse
               ms of a decode step and output tokens/s at batch and length, ms to the first token, tokens that fit
     rest      ms of a decode step of the sparse model without its attention
@@ -36,15 +39,17 @@ from datetime import date
 from itertools import pairwise
 from pathlib import Path
 
-PARTS = ("dense", "sparse", "tokens_float32", "tokens", "rest", "tokens_dense", "operator")  # longest first
+PARTS = ("dense", "sparse", "tokens_float32", "tokens", "tokens_dense", "tokens_trained", "rest", "operator")
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--json", required=True, metavar="FILE", help="results")
-parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
+parser.add_argument("--parts", nargs="+", choices=PARTS, help="parts to run, default: all that it has the models of")
+parser.add_argument("--trained", metavar="FOLDER", help="model of tokens_trained")
 parser.add_argument("--tiny", action="store_true", help="a small model in float32, without CUDA graphs")
 parser.add_argument("--runner", choices=("1", "2"), help="model runner of vLLM, default: vLLM chooses")
 parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="most time of a part")
 parser.add_argument("--work", help=argparse.SUPPRESS)
 OPTIONS = parser.parse_args()
+OPTIONS.parts = OPTIONS.parts or [part for part in PARTS if part != "tokens_trained" or OPTIONS.trained]
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -74,7 +79,6 @@ SMALL = SHAPE | ({} if TINY else {"num_hidden_layers": 4, "vocab_size": 4096, "i
 CASES = [(1, 64), (4, 64), (4, 128)] if TINY else [(1, 8192), (8, 8192), (32, 8192), (32, 65536)]
 PAGE = 64 if TINY else 128
 NEW = 4 if TINY else 64
-PROMPTS = [5, 40, 100] if TINY else [round(100 * 400 ** (i / 31)) for i in range(32)]
 
 
 def prompts_of(lengths: list[int], vocabulary: int, seed: int) -> list[list[int]]:
@@ -83,6 +87,16 @@ def prompts_of(lengths: list[int], vocabulary: int, seed: int) -> list[list[int]
 
     draw = torch.Generator().manual_seed(seed)
     return [torch.randint(vocabulary, (length,), generator=draw).tolist() for length in lengths]
+
+
+def prompts_of_tokens(part: str) -> list[list[int]]:
+    """Those of `tokens`: random, of a trained model parts of a text."""
+    longest = 8000 if part == "tokens_trained" else 40000
+    lengths = [5, 40, 100] if TINY else [round(100 * (longest / 100) ** (i / 31)) for i in range(32)]
+    if part != "tokens_trained":
+        return prompts_of(lengths, SMALL["vocab_size"], 1)
+    text = b"".join(file.read_bytes() for file in sorted((Path(__file__).parents[2] / "python").rglob("*.py")))
+    return [list(text[len(text) // len(lengths) * i :][:length]) for i, length in enumerate(lengths)]
 
 
 def engine(folder: Path, longest: int, **more: object) -> object:
@@ -143,19 +157,16 @@ def make_models(work: Path) -> None:
 def tokens(work: Path, part: str) -> dict:
     """Greedy tokens beside those of transformers."""
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    from nsa.hf import NsaLlamaForCausalLM
+    import nsa.hf  # noqa: F401  (its models)
 
     device = "cpu" if TINY else "cuda"
     dtype = "float32" if TINY or part == "tokens_float32" else "bfloat16"
-    made, folder = (
-        (LlamaForCausalLM, work / "small-dense")
-        if part == "tokens_dense"
-        else (NsaLlamaForCausalLM, work / "small-sparse")
-    )
-    prompts = prompts_of(PROMPTS, SMALL["vocab_size"], 1)
-    model = made.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    saved = {"tokens_dense": work / "small-dense", "tokens_trained": Path(OPTIONS.trained or "")}
+    folder = saved.get(part, work / "small-sparse")
+    prompts = prompts_of_tokens(part)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
     model.generation_config.eos_token_id = None
     truth = []
     for prompt in prompts:
@@ -173,7 +184,7 @@ def tokens(work: Path, part: str) -> dict:
         options["attention_backend"] = "FLASH_ATTN"
     differ = []
     for prompt, output, (expected, logprobs) in zip(
-        prompts, generate(engine(folder, max(PROMPTS) + NEW + 1, **options), prompts, NEW), truth, strict=True
+        prompts, generate(engine(folder, max(map(len, prompts)) + NEW + 1, **options), prompts, NEW), truth, strict=True
     ):
         found = list(output.outputs[0].token_ids)
         if found != expected:
