@@ -121,7 +121,7 @@ class Plan(NamedTuple):
 
 
 def some(*names: str) -> dict[str, str]:
-    return {name: (MAIN | ABLATIONS)[name] for name in names}
+    return {name: (MAIN | ABLATIONS | BLOCKS)[name] for name in names}
 
 
 CONCATENATED = "--concat-by-folder --document-bytes 65536"
@@ -130,10 +130,10 @@ PLANS = {
     "8k": Plan(
         "Byte-level, context 8192, 164 million bytes",
         "--steps 5000",
-        MAIN | some("window-128", "blocks-16-8-32-32", "blocks-8-4-32-32", "full-partial-rope"),
+        MAIN | some("window-128", "blocks-16-8-32-32", "blocks-8-4-32-32", "full-partial-rope", "recipe-2-16-16-32-32"),
         seeds=(1, 2, 3, 4, 5),
         fewer=dict.fromkeys(("full-gated", WINDOW, "full-partial-rope"), 3)
-        | dict.fromkeys(("window-128", "blocks-16-8-32-32"), 1)
+        | dict.fromkeys(("window-128", "blocks-16-8-32-32", "recipe-2-16-16-32-32"), 1)
         | {"blocks-8-4-32-32": 4},
         by_baseline={"eval": None},
     ),

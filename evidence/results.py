@@ -158,8 +158,12 @@ class Results:
         self.gpu = max(dict.fromkeys(gpus), key=gpus.count)
 
     def timed(self, model):
-        """The results whose times are comparable: of the GPU of most of the recipe's, or of all without it."""
-        return [result for result in self.trained.get(model, {}).values() if result["gpu"] == self.gpu]
+        """The results whose times are comparable: of the GPU of most of the recipe's, or of all without it.
+
+        Without a rate: the machine did other work meanwhile.
+        """
+        results = self.trained.get(model, {}).values()
+        return [result for result in results if result["gpu"] == self.gpu and result["tokens_per_second"]]
 
     def tokens_per_second(self, model):
         speeds = [result["tokens_per_second"] for result in self.timed(model)]
