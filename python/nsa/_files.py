@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import stat
@@ -43,13 +44,20 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
     return file
 
 
-def read_regular(path: Path, *, follow: bool = True) -> bytes:
-    """Contents of a regular file of at most MAX_BYTES. Raises ValueError as open_regular() does."""
+def read_regular(path: Path, *, follow: bool = True, most: int = MAX_BYTES) -> bytes:
+    """Contents of a regular file of at most `most` bytes. Raises ValueError as open_regular() does."""
     with open_regular(path, follow=follow) as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"{path}: too large: must be at most {MAX_BYTES} bytes")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path}: too large: must be at most {most} bytes")
     return content
+
+
+def named_path(text: str) -> Path:
+    """An argument of the command line; Path("") would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return Path(text)
 
 
 def read_object(path: Path, *, follow: bool = True) -> dict[str, Any]:

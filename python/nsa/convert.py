@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._files import open_regular, read_object, read_regular, shown
+from ._files import named_path, open_regular, read_object, read_regular, shown
 from .config import NSAConfig
 from .hf import NsaLlamaConfig, NsaQwen3Config  # first: it says what to install
 from .hf.conversion import (
@@ -338,8 +338,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m nsa.convert", description=__doc__)
     option = parser.add_argument
-    option("src", type=Path, metavar="SRC", help="a dense model's folder, or a run folder of the program nsa")
-    option("out", type=Path, metavar="OUT", help="a folder that does not exist")
+    option("src", type=named_path, metavar="SRC", help="a dense model's folder, or a run folder of the program nsa")
+    option("out", type=named_path, metavar="OUT", help="a folder that does not exist")
     option("--separate-kv", action="store_true", help="a copy of the key and value projections for each branch")
     option("--dense-layers", type=_numbers, default=[], metavar="0,1", help="layers that keep full attention")
     option(

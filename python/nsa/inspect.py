@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._files import named_path
 from .config import NSAConfig
 from .hf import NsaLayerOutput  # first: it says what to install
 from .layer import BRANCHES
@@ -79,8 +80,10 @@ def main(arguments: list[str] | None = None) -> int:
     option("folder", metavar="FOLDER", help="a sparse model that from_pretrained of nsa.hf loads")
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="TEXT", help="text, for the tokenizer in FOLDER")
-    text.add_argument("--ids", type=Path, metavar="FILE", help="file of token numbers in place of a text")
-    option("--out", type=Path, required=True, metavar="FILE", help="picture (.png) or page with the picture (.html)")
+    text.add_argument("--ids", type=named_path, metavar="FILE", help="file of token numbers in place of a text")
+    option(
+        "--out", type=named_path, required=True, metavar="FILE", help="picture (.png) or page with the picture (.html)"
+    )
     option("--layers", metavar="N,N", help=f"numbers of the layers to draw (default: {MOST_LAYERS} sparse ones)")
     given = parser.parse_args(arguments)
     if given.out.suffix not in (".png", ".html"):

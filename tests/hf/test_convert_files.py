@@ -56,6 +56,15 @@ def refused(capsys, src):
     return message_of(capsys, src, 2)
 
 
+@pytest.mark.parametrize("empty", [("", "out"), ("src", "")])
+def test_an_empty_path_is_refused(tmp_path, monkeypatch, capsys, empty):
+    monkeypatch.chdir(tmp_path)  # which an empty path would be
+    with pytest.raises(SystemExit) as end:
+        main([*empty])
+    name = "SRC" if not empty[0] else "OUT"
+    assert end.value.code == 2 and f"argument {name}: must not be empty" in capsys.readouterr().err
+
+
 def converted(src):
     assert main([str(src), str(src.parent / "out"), *SIZES, "--lengths=0"]) == 0
     return src.parent / "out"

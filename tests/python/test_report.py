@@ -3,8 +3,10 @@
 import itertools
 import json
 import math
+import os
 import random
 import re
+import signal
 
 import pytest
 
@@ -300,6 +302,39 @@ def test_refused(runs, capsys, name, content, message):
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert not (runs / "report").exists()
+
+
+def test_a_file_without_end_is_refused(runs, capsys):
+    """A sparse file of a terabyte; no memory could hold it."""
+    for name in ("metrics.jsonl", "config.json"):
+        os.truncate(runs / "full" / name, 2**40)
+        assert main([str(runs / "full"), "--out", str(runs / "report")]) == 2
+        assert f"{name}: too large: must be at most" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo"])
+def test_files_of_a_report_are_its_own(runs, kind, coarse):
+    """What has their names is replaced; a link is not followed, a FIFO not waited for."""
+    outside, report = runs / "outside", runs / "report"
+    report.mkdir()
+    if kind == "link":
+        outside.write_text("other")
+    for name in ("report.html", "loss.png"):
+        os.mkfifo(report / name) if kind == "fifo" else (report / name).symlink_to(outside)
+    signal.alarm(60)
+    assert main([str(runs / "full"), "--out", str(report)]) == 0
+    signal.alarm(0)
+    assert outside.read_text() == "other" if kind == "link" else not outside.exists()
+    assert all(path.is_file() and not path.is_symlink() for path in report.iterdir())
+    assert (report / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("arguments", [["", "--out", "x"], ["x", "--out", ""], ["x", "--tensorboard", ""]])
+def test_an_empty_path_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    option = next((name for name in ("--out", "--tensorboard") if arguments[-1] == "" and name in arguments), "PATH")
+    assert end.value.code == 2 and f"argument {option}: must not be empty" in capsys.readouterr().err
 
 
 def test_foreign_json(runs, capsys):

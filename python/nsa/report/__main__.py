@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .._files import named_path
 from .sources import Sources, read_sources
 
 
@@ -21,17 +22,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "paths",
         nargs="+",
-        type=Path,
+        type=named_path,
         metavar="PATH",
         help="run folder of nsa train (with the results in it), or a JSON file of nsa bench, eval, "
         "needle, inspect, recall or tools/gpu.sh decode",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the report (default: report)"
+        "--out", type=named_path, default=Path("report"), metavar="DIR", help="folder of the report (default: report)"
     )
     parser.add_argument("--only", metavar="NAME", help="draw only this picture, without the page")
     parser.add_argument(
-        "--tensorboard", type=Path, metavar="DIR", help="write the runs' metrics as TensorBoard's events, not a page"
+        "--tensorboard",
+        type=named_path,
+        metavar="DIR",
+        help="write the runs' metrics as TensorBoard's events, not a page",
     )
     options = parser.parse_args(arguments)
     sources = read_sources(options.paths)

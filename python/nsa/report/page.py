@@ -6,6 +6,7 @@ import base64
 from html import escape
 from pathlib import Path
 
+from . import write_file
 from .sources import Run, Sources
 
 _STYLE = """
@@ -36,11 +37,11 @@ def write_document(file: Path, name: str, body: list[str], pictures: list[tuple[
         body += [f"<h2>{escape(title)}</h2>", f"<p>{escape(text)}</p>"]
         body.append(f'<img src="data:image/png;base64,{data}" alt="{escape(title)}">')
     content = "\n".join(body)
-    file.write_text(
+    page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n{content}\n</body></html>\n",
-        encoding="utf-8",
+        f"<style>{_STYLE}</style></head>\n<body>\n{content}\n</body></html>\n"
     )
+    write_file(file, page.encode())
 
 
 def verdicts(sources: Sources) -> list[str]:

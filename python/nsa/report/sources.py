@@ -9,8 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .._files import read_regular
 from . import fields
 from .fields import ReportError
+
+_MOST = 2**28
+"""Maximum bytes of a file. That is a run of half a million lines of metrics."""
 
 
 def shown(name: str) -> str:
@@ -146,8 +150,8 @@ def _parse(text: str) -> Any:
 
 def _read_text(file: Path) -> str:
     try:
-        if file.exists() and not file.is_file():  # reading a FIFO would wait for ever
-            raise ReportError(f"{file}: not a regular file")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_regular(file, most=_MOST).decode("utf-8")
+    except UnicodeDecodeError as error:
         raise ReportError(f"{file}: {error}") from error
+    except ValueError as error:  # with the file's name
+        raise ReportError(str(error)) from error

@@ -16,6 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 from PIL import Image
 
+from . import write_file
+
 ATTENTION_COLOURS = {"nsa": "#0b6e99", "full": "#c8553d", "window": "#8a8d91"}
 BRANCH_COLOURS = {"cmp": "#e0a030", "slc": "#0b6e99", "swa": "#7a9e7e"}
 BRANCH_NAMES = {"cmp": "compressed", "slc": "selected", "swa": "sliding window"}
@@ -49,9 +51,11 @@ def figure(
 
 def save(fig: Figure, path: Path, dpi: int = 110) -> None:
     """A PNG of 48 colours, which are enough for lines and text and take a quarter of the space."""
-    with io.BytesIO() as buffer:
+    with io.BytesIO() as buffer, io.BytesIO() as png:
         fig.savefig(buffer, format="png", dpi=dpi)
-        Image.open(buffer).convert("RGB").quantize(48, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
+        picture = Image.open(buffer).convert("RGB").quantize(48, Image.Quantize.MAXCOVERAGE)
+        picture.save(png, format="png", optimize=True)
+        write_file(path, png.getvalue())
 
 
 def colours(attentions: list[str]) -> list[str]:
