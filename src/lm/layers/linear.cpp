@@ -1,5 +1,8 @@
 #include "lm/layers/linear.h"
 
+#include <ATen/Context.h>
+#include <ATen/core/List.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
@@ -8,6 +11,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <optional>
+#include <string_view>
 #include <utility>
 
 #include "bridge/call.h"
@@ -122,16 +127,36 @@ at::Tensor skinny_gemm(fused::RowInput, const at::Tensor&, const LinearWeight&) 
 /// Whether oneDNN, which torch calls, multiplies 16-bit matrices by vector instructions on this processor.
 bool multiplies_16_bits() {
 #ifdef __x86_64__
-  static const bool has_avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  static const bool has_avx512 =
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   return has_avx512;
 #else
   return true;
 #endif
 }
 
+/// The operators by which torch.compile multiplies by packed weights; ATen's headers do not declare them.
+template <class Signature>
+std::optional<c10::TypedOperatorHandle<Signature>> onednn(const char* name) {
+  const auto found = c10::Dispatcher::singleton().findSchema({name, ""});
+  return found ? std::optional(found->typed<Signature>()) : std::nullopt;
+}
+
+using Pack = at::Tensor(const at::Tensor&, std::optional<std::int64_t>);
+using PackedLinear = at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                                std::string_view, c10::List<std::optional<at::Scalar>>,
+                                std::optional<std::string_view>);
+
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& matrix, const at::Tensor& bias) {
+  static const auto op = onednn<PackedLinear>("mkldnn::_linear_pointwise").value();
+  return op.call(x, matrix, bias.defined() ? std::optional(bias) : std::nullopt, "none",
+                 c10::List<std::optional<at::Scalar>>(), "");
+}
+
 /// torch's linear layer. Without such instructions its 16-bit GEMM takes 8 times as long as float32's (Zen 3), so more
 /// than a few rows go through float32 there. Few rows are bound by memory, which 16 bits halve.
 at::Tensor torch_linear(const at::Tensor& x, const at::Tensor& matrix, const at::Tensor& bias = {}) {
+  if (matrix.is_mkldnn()) return packed_linear(x, matrix, bias);
   constexpr std::int64_t kFewRows = 8;
   if (!x.is_cpu() || x.element_size() != 2 || x.size(0) <= kFewRows || multiplies_16_bits())
     return at::linear(x, matrix, bias);
@@ -140,6 +165,15 @@ at::Tensor torch_linear(const at::Tensor& x, const at::Tensor& matrix, const at:
 }
 
 }  // namespace
+
+at::Tensor packed(const at::Tensor& matrix) {
+#ifdef __x86_64__
+  static const auto pack = onednn<Pack>("mkldnn::_reorder_linear_weight");
+  const bool has_kernels = matrix.is_cpu() && matrix.scalar_type() == at::kBFloat16 && multiplies_16_bits();
+  if (has_kernels && pack && at::globalContext().userEnabledMkldnn()) return pack->call(matrix, std::nullopt);
+#endif
+  return matrix;
+}
 
 at::Tensor linear(const at::Tensor& x, const LinearWeight& weight) {
   if (is_skinny(x.size(0), weight.matrix) && are_aligned(x)) return skinny_gemm(fused::RowInput::kPlain, x, weight);

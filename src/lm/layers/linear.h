@@ -13,7 +13,7 @@ namespace nsa::lm {
 
 /// The weight (columns, depth) of a linear layer.
 struct LinearWeight {
-  at::Tensor matrix;
+  at::Tensor matrix;           // or packed()
   bool weights_ready = false;  // no kernel in the stream still writes it, so it may be prefetched
 };
 
@@ -21,6 +21,10 @@ struct LinearWeight {
 /// Copies in `dtype`, the tensors of a group one below the other; an undefined tensor, alone in its group, stays
 /// undefined. Differentiable. On a GPU one kernel copies all, and one the gradients.
 std::vector<at::Tensor> concat_cast(const std::vector<std::vector<at::Tensor>>& groups, at::ScalarType dtype);
+
+/// The matrix in oneDNN's blocked layout, for linear layers without gradients: few rows take half of the time. The
+/// matrix itself where that layout has no kernels: other types than bfloat16, a GPU, no AVX-512.
+at::Tensor packed(const at::Tensor& matrix);
 
 /// x (rows, depth) -> (rows, columns).
 at::Tensor linear(const at::Tensor& x, const LinearWeight& weight);

@@ -106,7 +106,7 @@ void Model::fuse() {
   const at::NoGradGuard no_grad;
   impl_->parameters.clear();
   for (Block& block : impl_->blocks) block.fuse(impl_->dtype);
-  impl_->fused_head = impl_->head_weights();
+  impl_->fused_head = packed(impl_->head_weights());
   impl_->head.reset();
 }
 
