@@ -25,11 +25,10 @@ def llama():
     )
     yield source(gpu_of(result), result, problem, unit)
     yield fill(
-        "Prefill runs a prompt into a new cache. A training step is forward, backward and fused AdamW, with activation "
-        "checkpointing and the loss in chunks of 8192 tokens. A decode step is one of greedy generation with a growing "
-        "cache, host time included. transformers' DynamicCache copies dense attention's cache at each step; NSA's is "
-        "copied when it grows. The last rows replay the step as one CUDA graph, with a cache of fixed size and, for "
-        "dense attention, a mask."
+        "Prefill fills a new cache. A training step includes fused AdamW, activation checkpointing and the loss in "
+        "chunks of 8192 tokens. A decode step is greedy and includes host time. DynamicCache copies dense attention's "
+        "cache at each step, NSA's when it grows. The last rows replay the step as one CUDA graph, with a cache of "
+        "fixed size and, for dense attention, a mask."
     )
     rows = [["", "tokens", "dense", "NSA", "layers alone", "dense / NSA", "NSA / layers alone"]]
     for part, title in LLAMA_PARTS.items():
