@@ -292,6 +292,24 @@ def test_weights_that_a_conversion_does_not_take():
         convert(dense("llama"))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weight: weight.to(torch.int8), "dtype int8: must be float32, bfloat16, float16 or float64"),
+        (lambda weight: weight > 0, "dtype bool: must be float32"),
+        (lambda weight: weight.to(torch.complex64), "dtype complex64: must be float32"),
+        (lambda weight: weight.to(torch.float8_e4m3fn), "dtype float8_e4m3fn: must be float32"),
+        (lambda weight: weight * torch.inf, "holds values that are not finite"),
+    ],
+)
+def test_values_that_a_conversion_does_not_take(change, message):
+    model = dense("llama")
+    projection = model.model.layers[0].mlp.up_proj
+    projection.weight = torch.nn.Parameter(change(projection.weight.detach()), requires_grad=False)
+    with pytest.raises(ValueError, match=f"^model: model.layers.0.mlp.up_proj.weight: {message}"):
+        convert(model)
+
+
 class SixteenBits(torch.nn.Module):
     """With a weight of a tensor subclass, as torchao's."""
 

@@ -77,6 +77,11 @@ def convert(
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             what = "on meta, as offloaded" if getattr(tensor, "is_meta", False) else type(tensor).__name__
             raise ValueError(f"model: {name}: {what}: must be a plain tensor in memory; nsa.convert takes a folder")
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            what = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"model: {name}: dtype {what}: must be float32, bfloat16, float16 or float64")
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"model: {name}: holds values that are not finite")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if config.tie_word_embeddings and head.weight is not embedding.weight:  # the checkpoint had a head of its own
         config.tie_word_embeddings = False
