@@ -26,7 +26,7 @@ parallel=(-n 2 --dist loadfile --no-loadscope-reorder)
 if [[ ${1:-} == adversarial ]]; then
   export NSA_ADVERSARIAL=1
   for file in cli/test_faults cli/test_adversarial python/bad_input/test_out_of_memory python/bad_input/test_fuzz \
-    cli/test_fuzz_readers; do
+    cli/test_fuzz_readers cli/test_data; do
     suite "$file" python -m pytest -q -p no:cacheprovider --durations=5 "tests/$file.py"
   done
 else
