@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import time
 import urllib.request
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,6 +50,30 @@ def folder(tmp_path_factory):
     """Folder of a model by its name."""
     root = Path(os.environ.get("NSA_VLLM_MODELS") or tmp_path_factory.mktemp("models"))
     return lambda name: save_model(name, root)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo"])
+def test_recorded_rows_are_in_a_file_of_their_own(tmp_path, monkeypatch, kind):
+    """Everybody may write to the folder of shared memory."""
+    from nsa.vllm import _attention
+
+    place, outside = tmp_path / "rows", tmp_path / "outside"
+    if kind == "link":
+        outside.write_text("other")
+    os.mkfifo(place) if kind == "fifo" else place.symlink_to(outside)
+    monkeypatch.setattr(_attention, "selections_file", lambda config: place)
+    cfg = nsa.NSAConfig(8, 4, 16, 4, window_size=32)
+    model = SimpleNamespace(num_hidden_layers=1, dense_layers=[], num_key_value_heads=1, nsa_config=lambda: cfg)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=model, max_model_len=64), cache_config=SimpleNamespace(block_size=16)
+    )
+    signal.alarm(30)
+    with pytest.raises(OSError):
+        _attention.map_selections(config, 4)
+    signal.alarm(0)
+    assert outside.read_text() == "other" if kind == "link" else not outside.exists()
+    place.unlink()
+    assert _attention.map_selections(config, 4).shape == (65, 1, 1, 4) and place.stat().st_mode & 0o777 == 0o600
 
 
 CASES = {
