@@ -356,6 +356,14 @@ def test_a_padded_row_has_its_own_selection(sees):
             assert not many.weights[branch][1][:, ~mask[1]].any() and weight.shape[2] == length
 
 
+@pytest.mark.parametrize("shape", [(39,), (1, 39), (1, 41), (2, 40), (), (40,)])
+def test_positions_of_another_shape_are_refused(shape):
+    """They would separate no documents."""
+    model, ids = sparse("llama"), tokens(1, 40)
+    with pytest.raises(ValueError, match=r"^position_ids: \(.*\): must be \(B = 1 or 1, S = 40\)$"):
+        model(ids, position_ids=torch.zeros(shape, dtype=torch.int64))
+
+
 def test_forwards_that_keep_no_record():
     model, ids = sparse("llama"), tokens(1, 40)
     for inputs, message in (
@@ -365,6 +373,16 @@ def test_forwards_that_keep_no_record():
     ):
         with pytest.raises(ValueError, match=message):
             model(ids, output_nsa=True, **inputs)
+    for numbers, message in (
+        ([0.5], r"output_nsa\[0\]: float"),
+        ([True], r"output_nsa\[0\]: bool"),
+        (0, "output_nsa: int"),
+    ):
+        with pytest.raises(TypeError, match=f"^{message}: must be"):
+            model(ids, output_nsa=numbers)
+    for number in (-1, 2):
+        with pytest.raises(ValueError, match=rf"^output_nsa: {number}: must be 0 \.\.\. 1, the number of a layer$"):
+            model(ids, output_nsa=[0, number])
     assert "input_ids" in inspect.signature(model.forward).parameters  # by which Trainer chooses columns
     assert len(model(ids, output_nsa=True, return_dict=False)[-1]) == 2
 

@@ -382,6 +382,10 @@ class _SparseModel(_Sparse):
                 expected = "(B, S)" + (", (3, B, S) or (4, B, S)" if self._has_axes else "")
                 raise ValueError(f"position_ids: {tuple(position_ids.shape)}: must be {expected}")
             axes, position_ids = position_ids[-3:], position_ids[0] if position_ids.shape[0] == 4 else None
+        elif position_ids is not None:  # of another shape no restart of a document would be seen
+            batch, length = hidden_states.shape[:2]
+            if position_ids.dim() != 2 or position_ids.shape[1] != length or position_ids.shape[0] not in (1, batch):
+                raise ValueError(f"position_ids: {tuple(position_ids.shape)}: must be (B = {batch} or 1, S = {length})")
         layout = self._layout(hidden_states, attention_mask, position_ids, cache, kwargs)
         self._rotate_by_axes(layout, axes, hidden_states, cache)
         dense: dict[str, Any] = {"position_embeddings": None}

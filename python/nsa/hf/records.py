@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._arguments import check_type
 from ..config import CompressionWeights, NSAConfig
 from ..functional import compress
 from ..layer import BRANCHES
@@ -47,6 +48,11 @@ def with_output_nsa(forward: Callable[..., Any]) -> Callable[..., Any]:
         if inputs.get("cache") is not None or inputs.get("use_cache"):
             raise ValueError("output_nsa = True: must be False with a cache")
         layers = [layer.self_attn for layer in self.get_decoder().layers]
+        if wanted is not True:
+            check_type("output_nsa", wanted, bool | Sequence[int])
+            for number in wanted:
+                if not 0 <= number < len(layers):
+                    raise ValueError(f"output_nsa: {number}: must be 0 ... {len(layers) - 1}, the number of a layer")
         chosen = range(len(layers)) if wanted is True else wanted
         sparse = [layer for i, layer in enumerate(layers) if i in chosen and hasattr(layer, "keep_record")]
         try:
