@@ -230,6 +230,8 @@ Case Problem::end_to_end(CompressionKind phi, bool backward) {
     forward.indices = forward.o_cmp = forward.o_slc = forward.o_swa = {};
     forward.lse_cmp = forward.lse_slc = forward.lse_swa = {};
   }
+  if (forward.block_indices.defined() && !forward.indices.defined())  // or no blocks would be selected
+    forward.indices = keep(at::empty({1, length_, shape_.num_kv_heads, shape_.nsa.topk}, q_.options().dtype(at::kInt)));
   const auto compress_back = backward ? compress_work(phi, true) : nullptr;
   const auto work = [this, forward, compress_both = compress_work(phi, false), compress_back](const StageMark& mark) {
     compress_both();
