@@ -166,10 +166,10 @@ BlockWeights Block::weights(at::ScalarType dtype) const {
 
 void Block::fuse(at::ScalarType dtype) {
   fused_ = weights(dtype);
+  parameters_ = {};  // before the packed copies take memory
   for (at::Tensor* matrix : {&fused_->in_proj, &fused_->gate_out, &fused_->o_proj, &fused_->ffn_in, &fused_->ffn_out}) {
     if (matrix->defined()) *matrix = packed(*matrix);
   }
-  parameters_ = {};
 }
 
 Residual block_forward(const ModelConfig& config, const BlockWeights& weights, const Residual& in,
