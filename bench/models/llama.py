@@ -344,9 +344,9 @@ def selections(kept, given=None):
 
     def recording(attend, *arguments, **options):
         indices = None if given is None else given[len(kept)].to(arguments[0].device)
-        o, selected = attend(*arguments, **options, indices=indices)
+        o, selected = attend(*arguments, **options | {"indices": indices, "return_indices": True})
         kept.append(selected)
-        return o, selected
+        return (o, selected) if options["return_indices"] else o
 
     for module, attend in zip(operations, before, strict=True):
         module.native_sparse_attention = functools.partial(recording, attend)
