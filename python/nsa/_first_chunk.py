@@ -76,16 +76,8 @@ def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tenso
         ops.native_sparse_attention,
         *branches,
         *layer,
-        0.0,
-        0,
-        None,
-        None,
-        0,
-        0,
-        indices,
-        False,
-        True,
-        True,
+        *(0.0, 0, None, None, 0, 0),
+        *(indices, False, True, True),
         names=names,
     )
     with _writing():

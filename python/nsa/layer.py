@@ -285,9 +285,10 @@ class NativeSparseAttention(nn.Module):
         arguments: dict[str, Any] = {
             f"{name}_{branch}": t[branch] for name, t in (("k", k), ("v", v)) for branch in BRANCHES[1:]
         }
-        arguments |= {"weights_k": self.phi_k(q.dtype), "weights_v": self.phi_v(q.dtype), "indices": indices}
         # Where blocks are given and these not wanted, none are selected.
         wanted = return_indices or (replay is not None and replay.compares)
+        arguments |= {"weights_k": self.phi_k(q.dtype), "weights_v": self.phi_v(q.dtype), "indices": indices}
+        arguments["return_indices"] = wanted
         found: Any
         if cache is not None:
             step: Callable[..., Any] = decode
@@ -298,7 +299,6 @@ class NativeSparseAttention(nn.Module):
                 **arguments,
                 rope=self._tables_for(cache),
                 num_new=num_new,
-                return_indices=return_indices,
             )
         else:
             cp = self.context_parallel
@@ -309,7 +309,6 @@ class NativeSparseAttention(nn.Module):
                 "rope": self._tables(longest, x.device),
                 "noise": noise,
                 "seed": 0 if seed is None else seed,
-                "return_indices": wanted,
             }
             if cp is None:
                 found = self._attend(
