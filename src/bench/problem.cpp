@@ -109,7 +109,7 @@ void Problem::correlate_queries(double overlap) {
 
 std::optional<double> Problem::neighbour_overlap() const {
   if (attention_.block_indices.defined()) return given_overlap_;
-  const auto indices = at::empty({1, length_, shape_.num_kv_heads, shape_.nsa.topk}, q_.options().dtype(at::kInt));
+  const auto indices = new_indices();
   auto forward = attention_;
   forward.indices = bridge::view_of(indices);
   run(nsa::nsa_attention, forward);
@@ -128,16 +128,20 @@ at::Tensor Problem::random(std::int64_t heads, std::int64_t width) const {
   return at::randn({1, length_, heads, width}, at::TensorOptions(shape_.device).dtype(dtype_of(shape_)));
 }
 
+at::Tensor Problem::new_indices() const {
+  return at::empty({1, length_, shape_.num_kv_heads, shape_.nsa.topk}, q_.options().dtype(at::kInt));
+}
+
 /// Room for what the operations hand to each other and what the backward needs.
 void Problem::keep_branches() {
   auto& p = attention_;
   if (p.indices.defined()) return;
-  const auto heads = shape_.num_heads, kv_heads = shape_.num_kv_heads;
+  const auto heads = shape_.num_heads;
   const auto options = q_.options();
   for (auto* o : {&p.o_cmp, &p.o_slc, &p.o_swa}) *o = keep(at::empty({1, length_, heads, shape_.v_head_dim}, options));
   for (auto* lse : {&p.lse_cmp, &p.lse_slc, &p.lse_swa})
     *lse = keep(at::empty({1, heads, length_}, options.dtype(at::kFloat)));
-  p.indices = keep(at::empty({1, length_, kv_heads, shape_.nsa.topk}, options.dtype(at::kInt)));
+  p.indices = keep(new_indices());
 }
 
 /// Room for the gradients, and a forward for them to start from.
@@ -231,7 +235,7 @@ Case Problem::end_to_end(CompressionKind phi, bool backward) {
     forward.lse_cmp = forward.lse_slc = forward.lse_swa = {};
   }
   if (forward.block_indices.defined() && !forward.indices.defined())  // or no blocks would be selected
-    forward.indices = keep(at::empty({1, length_, shape_.num_kv_heads, shape_.nsa.topk}, q_.options().dtype(at::kInt)));
+    forward.indices = keep(new_indices());
   const auto compress_back = backward ? compress_work(phi, true) : nullptr;
   const auto work = [this, forward, compress_both = compress_work(phi, false), compress_back](const StageMark& mark) {
     compress_both();

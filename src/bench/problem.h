@@ -92,6 +92,7 @@ class Problem {
   std::function<void()> flash3_work(bool backward) const;
   TensorView keep(const at::Tensor& tensor);
   at::Tensor random(std::int64_t heads, std::int64_t width) const;
+  at::Tensor new_indices() const;
   void correlate_queries(double overlap);
   void keep_branches();
   void keep_gradients();
