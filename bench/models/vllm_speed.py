@@ -166,7 +166,11 @@ def tokens(work: Path, part: str) -> dict:
     saved = {"tokens_dense": work / "small-dense", "tokens_trained": Path(OPTIONS.trained or "")}
     folder = saved.get(part, work / "small-sparse")
     prompts = prompts_of_tokens(part)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
+        .to(device)
+        .eval()
+    )
     model.generation_config.eos_token_id = None
     truth = []
     for prompt in prompts:

@@ -52,7 +52,9 @@ def make_config(options: argparse.Namespace) -> NsaLlamaConfig:
 def make_model(options: argparse.Namespace) -> Any:
     dtype = getattr(torch, options.dtype)
     if options.model:  # not .to(dtype), which would round RoPE's inverse frequencies, too
-        return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device)
+        return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, local_files_only=True).to(
+            options.device
+        )
     torch.manual_seed(0)
     return NsaLlamaForCausalLM(make_config(options)).to(options.device, dtype)
 

@@ -53,6 +53,19 @@ def read_regular(path: Path, *, follow: bool = True, most: int = MAX_BYTES) -> b
     return content
 
 
+def check_model(name: str) -> None:
+    """Raises ValueError unless FOLDER is one, or may be a model on the Hugging Face Hub, USER/NAME.
+
+    `from_pretrained` would ask the Hub for a folder that does not exist.
+    """
+    if os.path.isdir(name):
+        return
+    *parents, last = name.split("/")
+    may_be_remote = len(parents) == 1 and last and not name.startswith((".", "~")) and not Path(parents[0]).is_dir()
+    if not may_be_remote or os.path.lexists(name):
+        raise ValueError(f"FOLDER = {name}: not a folder")
+
+
 def named_path(text: str) -> Path:
     """An argument of the command line; Path("") would be the working directory."""
     if not text:

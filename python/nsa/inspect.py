@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._files import named_path
+from ._files import check_model, named_path, read_regular
 from .config import NSAConfig
 from .hf import NsaLayerOutput  # first: it says what to install
 from .layer import BRANCHES
@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}: pip install matplotlib", file=sys.stderr)
         return 1
     try:
+        check_model(given.folder)
         config = AutoConfig.from_pretrained(given.folder, trust_remote_code=False)
         decoder: Any = config.get_text_config()
         if not hasattr(decoder, "nsa"):
@@ -143,8 +144,9 @@ def _ids(given: argparse.Namespace) -> tuple[list[int], str]:
             message = f"--prompt: {given.folder} has no tokenizer of transformers: must be given as --ids"
             raise ValueError(message) from None
         return tokenizer(given.prompt).input_ids, given.prompt
-    text = given.ids.read_text(encoding="utf-8")
+    content = read_regular(given.ids)
     try:
+        text = content.decode()
         return [int(number) for number in text.split()], text
     except ValueError:
         raise ValueError(f"{given.ids}: must hold decimal numbers with spaces between them") from None

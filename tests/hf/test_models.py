@@ -413,10 +413,27 @@ def test_a_picture_of_what_layers_attend_to(tmp_path, capsys, monkeypatch):
     assert "w1 &lt;b&gt; w2" in (tmp_path / "b.html").read_text() and not (tmp_path / "b.png").exists()
     file.write_text("1 97")
     assert drawn("b.png", "--ids", str(file)) == f"{file}: must be token numbers 0 ... 96, at least one\n"
+    assert drawn("b.png", "--ids", "/dev/zero") == "/dev/zero: not a regular file\n"
+    os.mkfifo(tmp_path / "waits")
+    assert drawn("b.png", "--ids", str(tmp_path / "waits")) == f"{tmp_path / 'waits'}: not a regular file\n"
+    file.write_bytes(b"\xff")
+    assert drawn("b.png", "--ids", str(file)) == f"{file}: must hold decimal numbers with spaces between them\n"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "nsa.report.style")
     monkeypatch.delattr(nsa.report, "style")
     assert drawn("b.png", "--ids", str(file)).endswith(": pip install matplotlib\n")
+
+
+@pytest.mark.parametrize("folder", ["/no/such", "./none", "~/none", "a/b/c", "runs/none", "none", "none/", "", "file"])
+def test_a_path_that_is_no_folder_is_not_asked_for_on_the_hub(folder, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "file").touch()
+    assert draw_inspected([folder, "--prompt", "w1", "--out", "a.png"]) == 2
+    assert capsys.readouterr().err == f"error: FOLDER = {folder}: not a folder\n"
+    assert draw_inspected(["user/none", "--prompt", "w1", "--out", "a.png"]) == 2
+    assert "offline mode" in capsys.readouterr().err
 
 
 # Generation
