@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DataCollatorWithFlattening, StaticCache
 
-import nsa.hf  # noqa: F401
+import nsa.hf
 from models import dense, error, gradients, padded, tokens
 
 CAUSAL = ("llama", "qwen3", "mistral")
@@ -190,6 +191,15 @@ def test_chunks_that_end_in_padding_for_every_row():
             first = model(ids[:, :20], cache=cache, use_cache=True)
             second = model(ids[:, 20:], attention_mask=mask, cache=first.cache)
             assert error(second.logits[:, :15], expected[:, 20:]) < 1e-5
+
+
+@pytest.mark.parametrize("value", [math.nan, 2, -1])
+def test_a_mask_holds_tokens_and_padding_only(value):
+    mask = torch.ones(2, 20, dtype=torch.float32 if math.isnan(value) else torch.int64)
+    mask[1, 3] = value
+    for queries in (20, 15):  # of a cache of fixed size the last slots are empty
+        with pytest.raises(ValueError, match=rf"^attention_mask: {value}: must be 1 for a token or 0 for padding$"):
+            nsa.hf.nsa_attention_mask(2, queries, 20, attention_mask=mask, config=dense("llama").config)
 
 
 def test_block_indices_of_padded_batches():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import os
 import pickle
 import re
@@ -31,6 +32,7 @@ from transformers import (
 import nsa
 import nsa.hf
 from models import (
+    IMAGE,
     SIZES,
     SMALL,
     SPARSE,
@@ -709,6 +711,32 @@ def test_low_rank_adapters_on_all_linear_layers():
         expected = adapted(ids).logits
         assert error(expected, plain) > 1e-3
         assert error(adapted.merge_and_unload()(ids).logits, expected) < 1e-4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2, 2.0, -1, 0.5])
+@pytest.mark.parametrize("name", ["llama", "images"])
+def test_a_mask_holds_tokens_and_padding_only(name, value):
+    model = nsa.hf.convert(vision_language(), nsa=SMALL) if name == "images" else sparse(name)
+    ids = tokens(2, 20) % IMAGE
+    mask = torch.ones(2, 20, dtype=torch.float64 if isinstance(value, float) else torch.int8)
+    wrong = mask.index_put((torch.tensor(1), torch.tensor(3)), mask.new_tensor(value))
+    message = rf"^attention_mask: {re.escape(str(value))}: must be 1 for a token or 0 for padding$"
+    for given in (wrong, wrong.index_fill(1, torch.tensor(0), 0)):
+        with pytest.raises(ValueError, match=message):
+            model(ids, attention_mask=given)
+    with torch.no_grad():
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
+            cache = model(ids[:, :10], attention_mask=mask[:, :10], cache=cache, use_cache=True).cache
+            with pytest.raises(ValueError, match=message):  # and in what the cache holds
+                model(ids[:, 10:], attention_mask=wrong, cache=cache, use_cache=True)
+
+
+def test_masks_of_every_dtype_are_the_same():
+    model, ids = sparse("llama"), tokens(2, 20)
+    mask = torch.ones(2, 20, dtype=torch.bool).index_put((torch.tensor(1), torch.arange(5)), torch.tensor(False))
+    expected = model(ids, attention_mask=mask).logits
+    for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32):
+        assert torch.equal(model(ids, attention_mask=mask.to(dtype)).logits, expected)
 
 
 def test_calls_that_cannot_be_are_refused():

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AttentionIn
 from transformers.masking_utils import causal_mask_function
 
 from ..functional import selected_attention, sliding_window_attention
-from .packing import Rows, offsets_of_restarts
+from .packing import Rows, is_padded, offsets_of_restarts
 
 NAME = "nsa"
 
@@ -40,7 +40,8 @@ def nsa_attention_mask(
     padding-free batch, int32: the document index of each token.
 
     Raises:
-        ValueError: the model's attention is its own, or asks for a pattern that is neither causal nor a sliding window.
+        ValueError: the model's attention is its own, or asks for a pattern that is neither causal nor a sliding window;
+            `attention_mask` holds another value than 0 and 1, and is in host memory or waited for.
     """
     if not _hands_over(type(config)):
         model = getattr(config, "model_type", None)
@@ -63,10 +64,12 @@ def nsa_attention_mask(
         return None
     mask = torch.ones(batch_size, kv_length, dtype=torch.int8, device=device)
     if attention_mask is not None:
-        given = attention_mask[:, kv_offset : kv_offset + kv_length].to(device=device, dtype=torch.int8)
-        mask[:, : given.shape[1]] = given
-    if full:
-        return None if bool(mask.all()) else mask
+        given = attention_mask[:, kv_offset : kv_offset + kv_length].to(device)
+        tokens = given.bool()
+        mask[:, : given.shape[1]] = tokens
+        padded = is_padded(tokens, given, wait=full)
+        if full:
+            return mask if padded else None
     slots = torch.arange(kv_offset, kv_offset + kv_length, device=device)
     return torch.where(slots < q_offset + q_length, mask, -1)
 

@@ -81,7 +81,7 @@ from .configuration import (
     NsaQwen3VLTextConfig,
     Sparse,
 )
-from .packing import Rows, offsets_of_restarts
+from .packing import Rows, is_padded, offsets_of_restarts
 from .records import NsaLayerOutput, branch_weights, with_output_nsa
 from .rotation import add_tokens, attention_by_token_tables
 
@@ -352,8 +352,9 @@ class _SparseModel(_Sparse):
         """Forward as in transformers, with these differences.
 
         Args:
-            attention_mask: (B, tokens seen, these included) or None. Each row is computed as if its padding were not
-                there: positions count tokens.
+            attention_mask: (B, tokens seen, these included), 1 for a token and 0 for padding, or None. Each row is
+                computed as if its padding were not there: positions count tokens. Compiled code, and a step of a static
+                cache on a GPU, do not check the values and take what is not 0 for 1.
             position_ids: (B or 1, S): where they restart, a sequence starts; the dense layers rotate by them. With
                 three axes (3, B or 1, S), or (4, ...) behind such, all layers rotate by them.
             use_cache: default the configuration's where gradients are off, else False: a step with a cache has none.
@@ -436,8 +437,9 @@ class _SparseModel(_Sparse):
                 expected = f"({batch}, {least}{' or more' if fixed > 0 else ''})"
                 raise ValueError(f"attention_mask: {shape}: must be {expected}: rows, tokens seen and these")
             new = torch.arange(length, device=x.device) + (seen.to(x.device) if isinstance(seen, Tensor) else seen)
-            tokens = attention_mask.to(x.device).bool().index_select(1, new)
-            if isinstance(seen, Tensor) or not bool(tokens.all()):
+            mask = attention_mask.to(x.device)
+            tokens = mask.bool().index_select(1, new)
+            if is_padded(tokens, mask, wait=not isinstance(seen, Tensor)) or isinstance(seen, Tensor):
                 layout.rows, layout.tokens, layout.max_seqlen = Rows.of(tokens), tokens, length
         elif cache is None or (not isinstance(seen, Tensor) and seen == 0):
             cu_seqlens = kwargs.get("cu_seq_lens_q")

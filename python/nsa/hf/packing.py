@@ -45,6 +45,24 @@ class Rows:
         return nn.functional.pad(both, (0, 1), value=batch * length).to(torch.int32)
 
 
+def is_padded(tokens: Tensor, mask: Tensor, *, wait: bool = True) -> bool:
+    """Returns whether a slot of `tokens` (bool) holds none. True without `wait` if that is not known on the host.
+
+    Raises:
+        ValueError: `mask`, which `tokens` come from, holds another value than 0 and 1. Compiled code does not look.
+    """
+    compiling = torch.compiler.is_compiling()
+    if not wait and (compiling or mask.device.type != "cpu"):
+        return True
+    if compiling or mask.dtype == torch.bool:
+        return not bool(tokens.all())
+    other = (mask != 0) & (mask != 1)
+    padded, wrong = torch.stack((~tokens.all(), other.any())).tolist()  # of a GPU both are read at once
+    if wrong:
+        raise ValueError(f"attention_mask: {mask[other][0].item()}: must be 1 for a token or 0 for padding")
+    return bool(padded)
+
+
 def offsets_of_restarts(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
     """int32 offsets of the sequences in the flattened batch; None: one sequence per row.
 
