@@ -56,14 +56,15 @@ def call(operator: Any, *arguments: Any, names: Mapping[str, str] = MappingProxy
     except (RuntimeError, ValueError) as error:
         message = str(error)
         unsupported = message.startswith(_UNSUPPORTED)
-        if not message.startswith((_REFUSED, _UNSUPPORTED)) and not isinstance(error, ValueError):
+        refused = isinstance(error, ValueError) or message.startswith(_REFUSED)
+        if not (refused or unsupported or message.startswith(f"{operator.__name__}: ")):  # the last: no page
             raise
         names = {name: own for name, own in names.items() if own}
         if names:
             message = re.sub(
                 r"(?<![.\w])({})\b".format("|".join(map(re.escape, names))), lambda found: names[found[0]], message
             )
-        kind = NotImplementedError if unsupported else ValueError
+        kind = NotImplementedError if unsupported else ValueError if refused else RuntimeError
         raise kind(message.removeprefix(_REFUSED).removeprefix(_UNSUPPORTED)) from None
 
 

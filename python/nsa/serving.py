@@ -502,7 +502,9 @@ def fork(
     Args:
         layer: is changed; every layer needs its call.
         parent, child: ring slots.
-        block_table, block_table_c: int32 (2, max_pages) and (2, max_pages_c), the parent's row, then the child's.
+        block_table, block_table_c: int32 (2, max_pages) and (2, max_pages_c), the parent's row, then the child's. Of
+            the child's row only the columns for `length` tokens are used. The others may be stale, with numbers of any
+            pages of the layer, until a step needs them: a `Step` with both requests refuses the parent's pages there.
         length: at most parent_length, and at most 32 tokens below the longest that the parent has been.
         parent_length: tokens of the parent.
         cfg: hyperparameters.
@@ -531,9 +533,11 @@ def fork(
     lengths = torch.tensor([parent_length, 0], dtype=torch.int32, device=block_table.device)
     tables = [t.flip(0) if flipped else t for t in (lengths, block_table, block_table_c)]
     overflow = torch.zeros(1, dtype=torch.int32, device=block_table.device)
-    call(
-        ops.fork, *layer[:4], *rings, tables[0], overflow, *tables[1:], cfg.as_list(), int(flipped), 1 - flipped, length
-    )
+    names = {f"cache.{name}": f"layer.{name}" for name in LayerCache._fields}
+    for name in ("block_table", "block_table_c"):
+        names |= {f"cache.{name}[{row ^ flipped}": f"{name}[{row}" for row in (0, 1)} | {f"cache.{name}": name}
+    rows = int(flipped), 1 - flipped
+    call(ops.fork, *layer[:4], *rings, tables[0], overflow, *tables[1:], cfg.as_list(), *rows, length, names=names)
 
 
 def _check_layer(layer: LayerCache, shared: tuple[str, ...] = ()) -> None:

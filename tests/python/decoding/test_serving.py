@@ -287,6 +287,52 @@ def test_a_wrong_fork(parent, child, length, message):
         fork(memory(), 0, 1, *tables, 2**40, 2**40, CFG)
 
 
+@pytest.mark.parametrize("parent", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "name", "column", "page", "message"),
+    [
+        (ValueError, "block_table", 2, 6, r"\[1, 2\] = 6: must be -1 or below 6"),
+        (ValueError, "block_table", 1, 1, r"\[1, 1\]: shared with the parent, but not full at the shared length"),
+        (RuntimeError, "block_table", 1, -1, r"\[1, 1\]: no page for the child's tokens"),
+        (RuntimeError, "block_table_c", 0, -1, r"\[1, 0\]: no page for the child's tokens"),
+    ],
+)
+def test_a_wrong_table_of_a_fork_is_named_by_the_callers_rows(parent, kind, name, column, page, message):
+    tables = {"block_table": [[0, 1, 2], [0, 3, 4]], "block_table_c": [[0], [1]]}
+    tables[name][1][column] = page
+    with pytest.raises(kind, match=rf"^fork: {name}{message}"):
+        fork(
+            memory(),
+            parent,
+            1 - parent,
+            **{n: torch.tensor(table, dtype=torch.int32) for n, table in tables.items()},
+            length=20,
+            parent_length=40,
+            cfg=CFG,
+        )
+
+
+@pytest.mark.parametrize("behind", [2, 5])  # the parent's page, and a free one
+def test_a_fork_uses_no_column_behind_its_length(behind):
+    """An engine may leave stale numbers there. The step that needs the page refuses the parent's."""
+    layer, expected = memory(), memory()
+    table, table_c = torch.tensor([[0, 1, 2], [0, 3, -1]], dtype=torch.int32), torch.tensor([[0], [1]]).int()
+    fork(expected, 0, 1, table, table_c, 20, 40, CFG)
+    table[1, 2] = behind
+    fork(layer, 0, 1, table, table_c, 20, 40, CFG)
+    assert all(torch.equal(a, b) for a, b in zip(layer, expected, strict=True))
+
+    def step():
+        lengths = torch.tensor([41, 33], dtype=torch.int32)
+        return Step([0, 1, 14], lengths, table, table_c, [0, 1], CFG, max_length=48, page_size=16)
+
+    if behind == 5:
+        step().attend(layer, *inputs(14))
+    else:
+        with pytest.raises(ValueError, match=r"^block_table\[1, 2\] = 2: block_table\[0, 2\] is this page too"):
+            step()
+
+
 PAGE = 16
 
 
