@@ -73,16 +73,6 @@ tests() { for t in build-gpu/bin/cuda_*_test; do [[ $t == *_full_size_* || $t ==
 pytest=(python3 -m pytest -q -p no:cacheprovider)
 python3 -c 'import xdist' 2>/dev/null && pytest+=(-n "${JOBS:-8}")
 
-find_flash3() {  # the extension module of an installed FlashAttention-3, if there is one
-  python3 - <<'PYTHON'
-from importlib.util import find_spec
-from pathlib import Path
-
-for found in filter(None, map(find_spec, ("flash_attn_3", "fa3_fwd"))):
-    print(*(path for folder in found.submodule_search_locations for path in Path(folder).glob("_C*.so")))
-    break
-PYTHON
-}
 build() {
   run configure cmake -S . -B build-gpu -G Ninja -DNSA_BUILD_CUDA=ON -DNSA_BUILD_PYTHON=ON -DNSA_BUILD_LM="${LM:-1}" \
     -DNSA_PYTHON="$(command -v python3)" -DCMAKE_CUDA_COMPILER="$(command -v nvcc)" -DCMAKE_PREFIX_PATH="$bundle/usr" \
@@ -174,7 +164,7 @@ for step in $steps; do
     bench)
       if [[ -x $NSA_PROGRAM ]]; then
         dense=(--longest-dense-forward 262144 --no-plain --budget 0.4)
-        flash3=${FLASH3:-$(find_flash3)}
+        flash3=${FLASH3:-$(PYTHONPATH=bench/peers:$PYTHONPATH python3 -c 'import peers; print(peers.flash3_library() or "")')}
         [[ -z $flash3 ]] || dense+=(--flash3 "$flash3")
         run bench build-gpu/bin/nsa bench --device cuda --lengths 4096,6144,7168,8192,10240,16384,32768,65536,131072,262144 \
           "${dense[@]}" ${PEERS:+--peers "$PEERS"} --json "$(dirname "$results")/bench_cuda.json"

@@ -11,9 +11,14 @@ B = 1, bfloat16, default hyperparameters, compression by the mean; H = 64, Hkv =
 Within a stage calls of the implementations alternate, L2 is flushed before every call, and times are medians. Selected
 attention and end to end use given blocks, those of `nsa bench --selection` (model-like, random, clustered), while each
 implementation's own selection still runs. The others have no sliding window, so torch's
-FlashAttention-2 computes it. Dense attention is that of torch by cuDNN and by FlashAttention-2, and FlashAttention-3 if
-a package of it is installed (flash_attn_3, tokenspeed-fa3, or fa3-fwd, which has no backward). FlashAttention-2 gets
-its values padded where they are narrower than the keys.
+FlashAttention-2 computes it. Dense attention is that of torch by cuDNN and by FlashAttention-2, which gets its values
+padded where they are narrower than the keys, and of these where a package is installed:
+
+- FlashAttention-3: flash_attn_3, xformers 0.0.34 (`pip install --no-deps`, with libcudart.so.12 on the library path),
+  or one without a backward, fa3-fwd or tokenspeed-fa3
+- FlashAttention-4: sgl-fa4 or flash-attn-4
+
+They are refused where they differ from torch in float32.
 
 `nsa bench --peers` takes the JSON into its table.
 """
@@ -306,15 +311,64 @@ class Dense:
 
 
 class Flash3(Dense):
-    """FlashAttention-3 by an installed package."""
+    """FlashAttention-3 by the operators of an installed package, as in `nsa bench --flash3`."""
+
+    name = "flash3"
 
     def __init__(self, longest):
-        super().__init__("flash3", None, longest)
-        self.function = flash3_interface().flash_attn_func
+        super().__init__(self.name, None, longest)
+        library = flash3_library()
+        if library is None:
+            raise ImportError("no package of it is installed")
+        torch.ops.load_library(library)
+        self.operators = next(of for of in (torch.ops.flash_attn_3, torch.ops.fa3_fwd) if hasattr(of, "fwd"))
+
+    def attend(self, q, k, v):
+        q, k, v = (t[None] for t in (q, k, v))
+        if hasattr(self.operators, "bwd"):
+            return Flash3Function.apply(self.operators, q, k, v)[0]
+        return self.operators.fwd(q, k, v, is_causal=True, num_splits=1)[0][0]
+
+
+class Flash3Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, operators, q, k, v):
+        o, lse, *_ = operators.fwd(q, k, v, is_causal=True, num_splits=1)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.operators = operators
+        return o
+
+    @staticmethod
+    def backward(ctx, d_o):
+        q, k, v, o, lse = ctx.saved_tensors
+        gradients = {f"d{name}": torch.empty_like(t) for name, t in (("q", q), ("k", k), ("v", v))}
+        ctx.operators.bwd(d_o, q, k, v, o, lse, **gradients, is_causal=True)
+        return None, *gradients.values()
+
+
+class Flash4(Dense):
+    """FlashAttention-4 by an installed package, which compiles its kernels in the first call."""
+
+    name = "flash4"
+
+    def __init__(self, longest):
+        super().__init__(self.name, None, longest)
+        package = "sgl_fa4" if importlib.util.find_spec("sgl_fa4") else "flash_attn"
+        self.function = importlib.import_module(f"{package}.cute").flash_attn_func
 
     def attend(self, q, k, v):
         o = self.function(*(t[None] for t in (q, k, v)), causal=True)
-        return (o[0] if isinstance(o, tuple) else o)[0]  # older versions return the logsumexp, too
+        return (o[0] if isinstance(o, tuple) else o)[0]  # with the logsumexp
+
+
+def flash3_library():
+    """The extension module of an installed FlashAttention-3, the first one with a backward if there is any, or None."""
+    for package, folder in {"flash_attn_3": "", "xformers": "flash_attn_3", "fa3_fwd": ""}.items():
+        found = importlib.util.find_spec(package)
+        for place in found.submodule_search_locations if found else ():
+            for path in Path(place, folder).glob("_C*.so"):
+                return path
+    return None
 
 
 def flash3_interface():
@@ -323,6 +377,23 @@ def flash3_interface():
         return importlib.import_module("flash_attn_interface")
     except ImportError:
         return importlib.import_module("fa3_fwd_interface")
+
+
+def refuse_wrong(dense, problem, length=896):
+    """Raises ValueError where an implementation of causal attention, or its gradients, differ from torch in float32."""
+    heads, kv_heads, key_dim, value_dim = problem
+    inputs = leaf(length, heads, key_dim), leaf(length, kv_heads, key_dim), leaf(length, kv_heads, value_dim)
+    exact = [t.detach().float().requires_grad_() for t in inputs]
+    outs = {"o": (dense.attend(*inputs), Dense("exact", SDPBackend.MATH, length).attend(*exact))}
+    o, expected = outs["o"]
+    if o.requires_grad:
+        d_o = torch.randn_like(o)
+        gradients = torch.autograd.grad(o, inputs, d_o), torch.autograd.grad(expected, exact, d_o.float())
+        outs |= zip(("dq", "dk", "dv"), zip(*gradients, strict=True), strict=True)
+    for name, (ours, theirs) in outs.items():
+        difference = relative_difference((ours,), (theirs,))
+        if not difference < 1e-2:
+            raise ValueError(f"{name} differs from torch's in float32 by {difference:.1e}; allowed are 1e-2")
 
 
 # ------------------------------------------------------------------------------------------------------------- timing
@@ -485,13 +556,16 @@ def main():
         sys.exit("no CUDA device: nothing to time")
     problem = Problem(options.heads, options.kv_heads, *options.head_dims)
     folders = {XunhaoLai: options.xunhaolai, FlashNsa: options.flash_nsa}
-    dense = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+    torchs = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
     implementations = [Ours(ROOT, problem), *load(folders.items(), problem)]
-    implementations += [Dense(name, backend, options.longest_dense) for name, backend in dense.items()]
-    try:
-        implementations.append(Flash3(options.longest_dense))
-    except ImportError as error:
-        print(f"skipped flash3: {error}")
+    implementations += [Dense(name, backend, options.longest_dense) for name, backend in torchs.items()]
+    for kind in (Flash3, Flash4):
+        try:
+            dense = kind(options.longest_dense)
+            refuse_wrong(dense, problem)
+            implementations.append(dense)
+        except Exception as error:
+            print(f"skipped {kind.name}: {error}")
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpu, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
     shape = "H={} Hkv={} Dk={} Dv={}".format(*problem)

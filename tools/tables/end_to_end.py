@@ -31,9 +31,10 @@ def gpu_end_to_end():
     attends = "the blocks that it selects" if own else "given blocks; its own selection still runs"
     yield "## End to end on a GPU, against dense attention"
     yield "![attention time over context length on a GPU, with the stages of NSA](images/cuda_time.png)"
+    backward = "" if bench.times("dense_forward_backward", "flash3") else ", whose package has no backward"
     unit = (
         f"Medians in ms, L2 flushed before each call. NSA includes compression and attends to {attends}. Dense "
-        "attention is cuDNN and FlashAttention-2 through torch, and FlashAttention-3, whose packages have no backward. "
+        f"attention is cuDNN and FlashAttention-2 through torch, and FlashAttention-3{backward}. "
         "The other NSA is the fastest public implementation in `bench/peers/peers.py`. Measured "
         f"limits: {limits(rates)}."
     )

@@ -3,7 +3,7 @@
 from tables.text import fill, gpu_of, pair, read, source, table
 
 NAMES = {"nsa": "this", "xunhaolai": "XunhaoLai", "flash_nsa": "flash_nsa"}
-NAMES |= {"cudnn": "dense: cuDNN", "flash2": "dense: FlashAttention-2", "flash3": "dense: FlashAttention-3"}
+NAMES |= {"cudnn": "dense: cuDNN"} | {f"flash{version}": f"dense: FlashAttention-{version}" for version in (2, 3, 4)}
 
 
 def peers_about(result):
