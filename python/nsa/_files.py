@@ -8,7 +8,7 @@ import os
 import stat
 from collections import Counter
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 MAX_BYTES = 100_000_000
 """Maximum size of a file that is read into memory: safetensors' limit for its header."""
@@ -23,17 +23,17 @@ def shown(text: str, length: int = 80) -> str:
     return line if len(line) <= length else f"{line[: length - 3]}..."
 
 
-def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
-    """Opens a regular file for reading.
+def open_regular(path: Path, mode: Literal["rb", "ab"] = "rb", *, follow: bool = True) -> BinaryIO:
+    """Opens a regular file for reading, or for appending, which creates it for this user alone.
 
     Raises:
         ValueError: `path` is a FIFO, which open() would wait for, a device or a folder; or a link without `follow`.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    more = os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     if not follow and path.is_symlink():
         raise ValueError(f"{path}: not a regular file, but a link")
     try:
-        file = os.fdopen(os.open(path, flags), "rb")
+        file = open(path, mode, opener=lambda path, flags: os.open(path, flags | more, 0o600))
     except IsADirectoryError:
         raise ValueError(f"{path}: not a regular file") from None
     except OSError as error:

@@ -68,7 +68,7 @@ def test_recorded_rows_are_in_a_file_of_their_own(tmp_path, monkeypatch, kind):
         model_config=SimpleNamespace(hf_config=model, max_model_len=64), cache_config=SimpleNamespace(block_size=16)
     )
     signal.alarm(30)
-    with pytest.raises(OSError):
+    with pytest.raises(ValueError, match="rows: "):
         _attention.map_selections(config, 4)
     signal.alarm(0)
     assert outside.read_text() == "other" if kind == "link" else not outside.exists()

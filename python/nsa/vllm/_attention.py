@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import stat
 import weakref
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,6 +32,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
+from .._files import open_regular
 from ..cache import _index_type
 from ..compression import CompressionFunction
 from ..config import NSAConfig
@@ -113,12 +113,10 @@ def map_selections(vllm_config: VllmConfig, num_pages: int) -> Tensor:
     rows = num_pages * vllm_config.cache_config.block_size + 1
     shape = rows, layers, config.num_key_value_heads, cfg.topk
     dtype, file = _index_type(vllm_config.model_config.max_model_len, cfg), selections_file(vllm_config)
-    # For this user alone, in a folder where everybody may have made a link or a FIFO of this name before.
-    own = os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(file, "ab", opener=lambda path, flags: os.open(path, flags | own, 0o600)) as memory:
-        found = os.fstat(memory.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise PermissionError(f"{file}: must be a regular file of this user")
+    # In a folder where everybody may have made a link, a FIFO or a file of this name before.
+    with open_regular(file, "ab", follow=False) as memory:
+        if os.fstat(memory.fileno()).st_uid != os.geteuid():
+            raise ValueError(f"{file}: must be a file of this user")
         os.posix_fallocate(memory.fileno(), 0, math.prod(shape) * dtype.itemsize)  # fails here if there is no room
     return torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
