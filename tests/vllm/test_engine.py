@@ -208,6 +208,20 @@ def test_an_engine_that_does_not_start(name, options, message, folder):
         pass
 
 
+@pytest.mark.parametrize("version", [(0, 25, 1), (0, 33, 0)])
+def test_a_version_that_was_not_tested(version, folder, monkeypatch):
+    monkeypatch.setattr("vllm.__version_tuple__", version)
+    monkeypatch.setattr("vllm.__version__", ".".join(map(str, version)))
+    nsa.vllm.register()
+    message = rf"vllm = 0\.{version[1]}\.{version[2]}: must be 0\.26 to 0\.32 with nsa_llama"
+    try:
+        with pytest.raises(ValueError, match=message), engine(folder("recipe")):
+            pass
+    finally:
+        monkeypatch.undo()
+        nsa.vllm.register()
+
+
 def test_soak(folder):
     """Requests that come at any time, share prefixes, are cancelled and preempted. NSA_SOAK: how many, default 60."""
     from vllm import SamplingParams

@@ -17,6 +17,8 @@ __all__ = ["selections"]
 MODELS = tuple(f"Nsa{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3"))
 FP8 = ("fp8", "fp8_e4m3")
 """Names of vLLM's option for pages in float8_e4m3fn."""
+VERSIONS = (0, 26), (0, 32)
+"""The oldest and the newest version of vLLM in the tests. What differs between them is in `_attention.NsaBackend`."""
 
 
 def register() -> None:
@@ -26,9 +28,20 @@ def register() -> None:
 
     import nsa.hf  # noqa: F401  # registers the configurations with transformers
 
+    # vLLM imports a model before it asks EngineConfig, which refuses versions in which ours cannot be imported.
+    place = "vllm.model_executor.models.llama:LlamaForCausalLM" if unsupported_version() else "nsa.vllm._models:{}"
     for name in MODELS:
-        ModelRegistry.register_model(name, f"nsa.vllm._models:{name}")
+        ModelRegistry.register_model(name, place.format(name))
         MODELS_CONFIG_MAP[name] = EngineConfig
+
+
+def unsupported_version() -> str | None:
+    """Why this version of vLLM is refused."""
+    from vllm import __version__, __version_tuple__
+
+    oldest, newest = (".".join(map(str, version)) for version in VERSIONS)
+    supported = VERSIONS[0] <= __version_tuple__[:2] <= VERSIONS[1]
+    return None if supported else f"vllm = {__version__}: must be {oldest} to {newest}"
 
 
 def records_selections(vllm_config: Any) -> bool:
@@ -75,7 +88,9 @@ class EngineConfig:
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Changes nothing."""
+        """Refuses other versions of vLLM."""
+        if reason := unsupported_version():
+            raise ValueError(f"{reason} with {model_config.hf_config.model_type}")
 
 
 def check_supported(vllm_config: Any) -> None:

@@ -298,12 +298,12 @@ class NsaBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Blocks first: vLLM 0.26 clears new blocks by that dimension."""
+        """For vLLM 0.26. Blocks first: it clears new blocks by that dimension."""
         return num_blocks, block_size, num_kv_heads, 2 * head_size
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """A block is contiguous."""
+        """For vLLM 0.26: a block is contiguous."""
         if include_num_layers_dimension:
             raise NotImplementedError("memory of several layers in one tensor")
         return 0, 1, 2, 3
