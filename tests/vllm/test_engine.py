@@ -222,6 +222,12 @@ def test_a_version_that_was_not_tested(version, folder, monkeypatch):
         nsa.vllm.register()
 
 
+def test_other_models_are_served_where_transformers_is_too_old(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nsa.hf", None)
+    with pytest.warns(UserWarning, match=r"nsa\.vllm registers no models: "):
+        nsa.vllm.register()
+
+
 def test_soak(folder):
     """Requests that come at any time, share prefixes, are cancelled and preempted. NSA_SOAK: how many, default 60."""
     from vllm import SamplingParams

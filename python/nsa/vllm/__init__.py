@@ -5,6 +5,7 @@ vLLM finds it by the entry point `vllm.general_plugins`. Nothing has to be impor
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -26,8 +27,11 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    import nsa.hf  # noqa: F401  # registers the configurations with transformers
-
+    try:
+        import nsa.hf  # noqa: F401  # registers the configurations with transformers
+    except ImportError as error:  # vLLM would start with no model at all
+        warnings.warn(f"nsa.vllm registers no models: {error}", stacklevel=2)
+        return
     # vLLM imports a model before it asks EngineConfig, which refuses versions in which ours cannot be imported.
     place = "vllm.model_executor.models.llama:LlamaForCausalLM" if unsupported_version() else "nsa.vllm._models:{}"
     for name in MODELS:
