@@ -16,7 +16,6 @@ namespace {
 /// Code and tables of torch's and OpenMP's libraries that the first matmul loads, stacks of threads, and what malloc
 /// keeps of freed memory.
 constexpr std::int64_t kLibraries = std::int64_t{128} << 20;
-constexpr std::int64_t kCheckedValues = std::int64_t{1} << 24;  // that load_model() looks through for NaN at a time
 constexpr std::int64_t kShortestChunk = 256;
 
 std::int64_t size_of(at::ScalarType dtype) { return static_cast<std::int64_t>(c10::elementSize(dtype)); }

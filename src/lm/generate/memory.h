@@ -10,6 +10,9 @@
 
 namespace nsa::lm {
 
+/// Values that load_tensors() checks for NaN at a time: the check takes memory for them.
+inline constexpr std::int64_t kCheckedValues = std::int64_t{1} << 24;
+
 /// Of a model for inference: the weights, and what loading takes for a while in addition.
 struct ModelMemory {
   std::int64_t weights = 0, loading = 0;

@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "base/error.h"
+#include "lm/generate/memory.h"
 #include "lm/model/counts.h"
 #include "lm/run/config.h"
 #include "lm/run/pretrained.h"
@@ -59,9 +60,8 @@ void load_tensors(const std::string& path, const base::SafetensorsFile& file, co
 }
 
 std::optional<std::string> nonfinite_message(const std::string& where, const NamedTensors& tensors) {
-  constexpr std::int64_t kValues = std::int64_t{1} << 24;  // at a time: the check takes memory for them
   for (const auto& [name, tensor] : tensors) {
-    for (const at::Tensor& values : tensor.detach().flatten().split(kValues)) {
+    for (const at::Tensor& values : tensor.detach().flatten().split(kCheckedValues)) {
       if (!values.isfinite().all().item<bool>()) {
         return fmt::format("{}: tensor '{}' holds values that are not finite", where, name);
       }
