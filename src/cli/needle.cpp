@@ -79,21 +79,11 @@ struct NeedleCommand {
       if (read.exact) continue;
       const bool not_selected = lm::block_not_selected(read, heads);
       lost += not_selected;
-      nlohmann::json blocks;
-      for (const auto& block : read.blocks) {
-        blocks.push_back({{"layer", block.layer},
-                          {"kv_head", block.kv_head},
-                          {"selected", block.selected},
-                          {"forced", block.forced},
-                          {"rank", block.rank},
-                          {"mass", block.mass},
-                          {"dense_mass", block.dense_mass}});
-      }
       out["misses"].push_back({{"length", read.length},
                                {"depth", read.depth},
                                {"sample", read.sample},
                                {"not_selected", not_selected},
-                               {"blocks", blocks}});
+                               {"blocks", read.blocks}});
     }
     const auto misses = out["misses"].size();
     fmt::print("misses: {} of {}; block not selected by any head that carries retrieval: {}; selected, not used: {}\n",

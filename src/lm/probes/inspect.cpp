@@ -166,6 +166,11 @@ std::vector<BlockRead> read_block(const Model& model, const std::vector<std::int
   return reads;
 }
 
+void to_json(nlohmann::json& json, const BlockRead& read) {
+  json = {{"layer", read.layer}, {"kv_head", read.kv_head}, {"selected", read.selected},    {"forced", read.forced},
+          {"rank", read.rank},   {"mass", read.mass},       {"dense_mass", read.dense_mass}};
+}
+
 void to_json(nlohmann::json& json, const LayerView& layer) {
   json["layer"] = layer.layer;
   json["gates"] = {{"cmp", layer.gates[0]}, {"slc", layer.gates[1]}, {"swa", layer.gates[2]}};

@@ -60,6 +60,8 @@ struct BlockRead {
   double dense_mass = 0;  // of the attention that the branch would have to the whole past
 };
 
+void to_json(nlohmann::json& json, const BlockRead& read);
+
 /// How the query of the last token reads the block of token `place`, in each KV head of each sparse layer. Throws as
 /// inspect() does.
 std::vector<BlockRead> read_block(const Model& model, const std::vector<std::int64_t>& tokens, std::int64_t place);
