@@ -277,7 +277,7 @@ class NativeSparseAttention(nn.Module):
         if replay is not None:
             if indices is not None:
                 raise ValueError("indices: must be None in nsa.replay.replay")
-            indices = self._recorded(replay, x)
+            indices = self._recorded(replay, x, cu_seqlens)
         q = self._heads(self.q_proj(x), self.num_heads)
         q = q if self.q_norm is None else self.q_norm(q)
         k, v = self._branches(self.k_proj, self.k_norm, x), self._branches(self.v_proj, None, x)
@@ -328,13 +328,13 @@ class NativeSparseAttention(nn.Module):
         o = self.o_proj((found[0] if wanted else found).flatten(-2))
         return (o, found[1]) if return_indices else o
 
-    def _recorded(self, replay: LayerReplay, x: Tensor) -> Tensor:
+    def _recorded(self, replay: LayerReplay, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """The recorded blocks of this rank's rows of x."""
         cp, shape = self.context_parallel, list(x.shape[:-1])
         if cp is None:
-            return replay.given(None, shape, x.device)
+            return replay.given(None, shape, x.device, cu_seqlens)
         shape[-1] *= cp.size
-        return cp.shard(replay.given(None, shape, x.device), dim=len(shape) - 1)
+        return cp.shard(replay.given(None, shape, x.device, cu_seqlens), dim=len(shape) - 1)
 
     def _ask_selector(
         self,

@@ -40,7 +40,7 @@ _MASK = 2**24  # elements of a mask of tokens and blocks, at most 1024 tokens at
 _LIMIT = 2**31  # bytes of one record when it is read: more is no record
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors are not equal or unequal as one
 class SelectionRecord:
     """The blocks that a model's sparse layers selected for the tokens of one sequence.
 
@@ -57,7 +57,8 @@ class SelectionRecord:
         check_type("indices", self.indices, Tensor)
         check_type("cfg", self.cfg, NSAConfig)
         shape = tuple(self.indices.shape)
-        if self.indices.dtype not in (torch.int16, torch.int32) or len(shape) != 4 or shape[3] != self.cfg.topk:
+        is_record = len(shape) == 4 and shape[0] > 0 and shape[2] > 0 and shape[3] == self.cfg.topk
+        if self.indices.dtype not in (torch.int16, torch.int32) or not is_record:
             what = f"{str(self.indices.dtype).removeprefix('torch.')} {shape}"
             raise ValueError(f"indices: {what}: must be int16 or int32 (layers, tokens, Hkv, topk = {self.cfg.topk})")
 
@@ -151,6 +152,7 @@ def collect(cache: Any) -> list[SelectionRecord]:
     layers = [layer.cache for layer in cache.layers if hasattr(layer, "step")] if hasattr(cache, "layers") else cache
     if isinstance(layers, KVCache):
         layers = [layers]
+    check_type("cache", layers, Sequence)
     if not layers:
         raise ValueError("cache: no sparse layer has run: must hold at least one KVCache")
     for i, layer in enumerate(layers):
@@ -176,20 +178,34 @@ class LayerReplay:
         counts: of each forward that compared, how many (token, KV head) differ, and of how many: int64 (2).
     """
 
-    def __init__(self, indices: Tensor, compare: bool) -> None:
-        self._indices = indices
+    def __init__(self, indices: Tensor, lengths: list[int], compare: bool) -> None:
+        self._indices, self._lengths = indices, lengths
         self.compares = compare
         self.counts: list[Tensor] = []
 
-    def given(self, tokens: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
-        """int32 (shape..., Hkv, topk) for the layer's rows; `tokens`: bool, which of them are tokens, None: all."""
+    def given(
+        self, tokens: Tensor | None, shape: Sequence[int], device: torch.device, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """int32 (shape..., Hkv, topk) for the layer's rows; `tokens`: bool, which of them are tokens, None: all.
+
+        cu_seqlens: of packed sequences; on a GPU and in compiled code their number of tokens is compared alone.
+        """
         indices = self._indices.to(device, torch.int32)
-        expected = math.prod(shape) if tokens is None else int(tokens.sum())
-        if indices.shape[0] != expected:
+        found, expected = self._lengths, [shape[-1]] * math.prod(shape[:-1])
+        if tokens is not None:
+            expected = tokens.sum(1).tolist()
+        elif cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            expected = cu_seqlens.diff().tolist()
+        elif cu_seqlens is not None:
+            found, expected = [sum(found)], [sum(expected)]
+        if sum(found) != sum(expected):
             raise ValueError(
-                f"records: {indices.shape[0]} tokens: must be {expected}, the tokens of the batch; a last token that a "
+                f"records: {sum(found)} tokens: must be {sum(expected)}, the tokens of the batch; a last token that a "
                 "record lacks: give lengths"
             )
+        found, expected = ([length for length in lengths if length] for lengths in (found, expected))
+        if found != expected:
+            raise ValueError(f"records: {found} tokens: must be {expected}, those of the batch's sequences")
         if tokens is None:
             return indices.view(*shape, *indices.shape[1:])
         rows = indices.new_full((*shape, *indices.shape[1:]), -1)
@@ -237,12 +253,14 @@ def replay(
 
     Raises:
         ValueError: records of another number of layers or KV heads, or of other hyperparameters than the model's; in
-            the forward, of another number of tokens than the batch has.
+            the forward, of other numbers of tokens than the batch's sequences have.
         TypeError: an argument of another type.
     """
     layers = _sparse_layers(model)
     check_type("records", records, Sequence)
-    check_order("lengths", lengths)
+    if not isinstance(lengths, Tensor):
+        check_order("lengths", lengths)
+        check_type("lengths", lengths, Sequence[int] | None)
     if not records:
         raise ValueError("records: none: must be one for each sequence of the batch")
     if lengths is not None and len(lengths) != len(records):
@@ -256,7 +274,8 @@ def replay(
                 raise ValueError(f"records[{i}]: {name} = {value}: must be {expected[name]}, the model's")
     if lengths is not None:
         records = [one.resized(length) for one, length in zip(records, lengths, strict=True)]
-    parts = [LayerReplay(indices, compare) for indices in torch.cat([one.indices for one in records], 1)]
+    tokens = [len(one) for one in records]
+    parts = [LayerReplay(indices, tokens, compare) for indices in torch.cat([one.indices for one in records], 1)]
     before = [layer.replayed for layer in layers]
     for layer, part in zip(layers, parts, strict=True):
         layer.replayed = part

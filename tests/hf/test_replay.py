@@ -286,6 +286,43 @@ def test_bytes_that_describe_what_no_record_holds_are_refused():
         SelectionRecord.from_bytes(magic + b"\n" + b"[" * 100_000 + b"\n")
 
 
+def test_records_of_other_lengths_than_the_sequences_are_refused():
+    """Though they have as many tokens together: those of one row would be those of the next."""
+    model, layer = sparse("llama"), nsa.NativeSparseAttention(64, 8, 2, 16, cfg=sparse("llama").config.nsa_config())
+    ids, x = torch.randint(97, (2, 50)), torch.randn(2, 50, 64)
+
+    def lengths(*tokens, layers):
+        indices = torch.zeros(layers, 1, 2, layer.cfg.topk, dtype=torch.int16)
+        return [SelectionRecord(indices.expand(-1, n, -1, -1), layer.cfg) for n in tokens]
+
+    mask = torch.ones(2, 50, dtype=torch.long).index_fill(1, torch.arange(4), 0)
+    mask[1, :8] = 0
+    offsets = torch.tensor([0, 30, 30, 100], dtype=torch.int32)
+    positions = torch.cat((torch.arange(30), torch.arange(20), torch.arange(20, 70))).view(2, 50)
+    packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 70, "max_length_k": 70}
+    for given, right, wrong in (
+        ({}, (50, 50), (49, 51)),
+        ({"attention_mask": mask}, (46, 42), (42, 46)),
+        (packed, (30, 0, 70), (70, 30)),
+        ({"position_ids": positions}, (30, 20, 50), (50, 50)),
+    ):
+        with replay(model, lengths(*right, layers=2)):
+            model(ids, use_cache=False, **given)
+        with (
+            replay(model, lengths(*wrong, layers=2)),
+            pytest.raises(ValueError, match=r"^records: \[.*\] tokens: must "),
+        ):
+            model(ids, use_cache=False, **given)
+    for given, right, wrong in (((x,), (50, 50), (49, 51)), ((x.flatten(0, 1), offsets), (30, 70), (70, 30))):
+        with replay(layer, lengths(*right, layers=1)):
+            layer(*given)
+        with (
+            replay(layer, lengths(*wrong, layers=1)),
+            pytest.raises(ValueError, match=r"^records: \[.*\] tokens: must "),
+        ):
+            layer(*given)
+
+
 def test_a_replay_within_another_leaves_it():
     layer = nsa.NativeSparseAttention(32, 4, 2, 8, cfg=nsa.NSAConfig(8, 4, 16, 8, window_size=16))
     x = torch.randn(1, 300, 32)
@@ -320,6 +357,13 @@ def test_what_does_not_fit_is_refused(prompts):
     with pytest.raises(TypeError, match="lengths: set: must be a sequence"):
         with replay(model, records, {*range(3)}):
             pass
+    for wrong, kind in ((5, "int"), ("ab", "str"), ([1.0] * 3, "float")):
+        with pytest.raises(TypeError, match=rf"^lengths(\[0\])?: {kind}: must be (an integer|a sequence of integers)"):
+            with replay(model, records, wrong):
+                pass
+    for wrong in (3, iter([out.cache])):
+        with pytest.raises(TypeError, match=r"^cache: \w+: must be "):
+            collect(wrong)
     with pytest.raises(ValueError, match=r"length = 300: must be 0 \.\.\. "):
         with replay(model, records, [300, *lengths[1:]]):
             pass
@@ -332,5 +376,7 @@ def test_what_does_not_fit_is_refused(prompts):
         plain = model(ids, attention_mask=mask, use_cache=True)
     with pytest.raises(ValueError, match=r"cache\[0\]: keeps no selections"):
         collect(plain.cache)
-    with pytest.raises(ValueError, match="indices: int16"):
-        SelectionRecord(one.indices[0], one.cfg)
+    for indices in (one.indices[0], one.indices[:0], one.indices[:, :, :0]):
+        with pytest.raises(ValueError, match="indices: int16"):
+            SelectionRecord(indices, one.cfg)
+    assert one in [*records[1:], one] and records[1] not in records[:1]  # not a comparison of tensors

@@ -171,7 +171,8 @@ class NsaAttention(NativeSparseAttention):
             if cu_seqlens is not None:
                 inputs |= {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": layout.max_seqlen}
             if self.replayed is not None:
-                blocks = self.replayed.given(layout.tokens, hidden_states.shape[:2], x.device)
+                shape = hidden_states.shape[:2]
+                blocks = self.replayed.given(layout.tokens, shape, x.device, layout.cu_seqlens)
                 blocks = blocks if rows is None else rows.front(blocks)
                 inputs["indices"] = blocks if cu_seqlens is None else blocks.flatten(0, 1)
             operations = reference if self.config._attn_implementation == "eager" else functional
