@@ -731,6 +731,54 @@ def test_a_mask_holds_tokens_and_padding_only(name, value):
                 model(ids[:, 10:], attention_mask=wrong, cache=cache, use_cache=True)
 
 
+def test_packed_sequences_and_a_mask():
+    """A mask without padding changes nothing; with padding the offsets cannot be those of its tokens."""
+    model, ids = sparse("llama", dense_layers=[1]), tokens(1, 60)
+    offsets = torch.tensor([0, 0, 20, 20, 60, 60], dtype=torch.int32)  # three sequences without tokens
+    packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 40, "max_length_k": 40}
+    positions, mask = torch.cat((torch.arange(20), torch.arange(40)))[None], torch.ones_like(ids)
+    expected = torch.cat([model(part, use_cache=False).logits for part in (ids[:, :20], ids[:, 20:])], 1)
+    for given in (packed, packed | {"position_ids": positions}, {"position_ids": positions}):
+        assert error(model(ids, use_cache=False, **given, attention_mask=mask).logits, expected) < 1e-5
+    with pytest.raises(ValueError, match=r"^cu_seq_lens_q: must be None with padding in attention_mask$"):
+        model(ids, use_cache=False, **packed, attention_mask=mask.index_fill(1, torch.arange(3), 0))
+
+
+@pytest.mark.parametrize("attention", ["sparse", "dense"])
+def test_offsets_and_positions_that_transformers_cannot_mean(attention):
+    model, ids = sparse("llama") if attention == "sparse" else dense("llama"), tokens(1, 60)
+    if attention == "dense":
+        model.set_attn_implementation("nsa")
+    offsets = torch.tensor([0, 20, 60])
+    good = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 40, "max_length_k": 40}
+    model(ids, use_cache=False, **good)
+    wrong = [
+        ({"cu_seq_lens_q": offsets + 0.5}, ValueError, "cu_seq_lens_q: float32: must be int32 or int64"),
+        ({"cu_seq_lens_q": offsets > 0}, ValueError, "cu_seq_lens_q: bool: must be int32 or int64"),
+        ({"cu_seq_lens_q": [0, 20, 60]}, TypeError, "cu_seq_lens_q: list: must be a dense tensor"),
+        (
+            {"cu_seq_lens_q": offsets + torch.tensor([0, 0, 2**32])} | {"cu_seq_lens_k": None},
+            ValueError,
+            ".*2147483647",
+        ),
+        ({"cu_seq_lens_q": None}, ValueError, "cu_seq_lens_[qk]: .*given with"),
+        ({"max_length_q": 40.5}, TypeError, "max_length_q: float: must be an integer"),
+    ]
+    if attention == "sparse":
+        positions = torch.arange(60)[None]
+        wrong += [
+            ({"cu_seq_lens_k": torch.tensor([0, 30, 60])}, ValueError, "cu_seq_lens_k: must be equal to cu_seq_lens_q"),
+            ({"position_ids": positions > 5}, ValueError, "position_ids: bool: must be integers"),
+            ({"position_ids": positions * math.nan}, ValueError, "position_ids: float32: must be integers"),
+            ({"position_ids": positions.tolist()}, TypeError, "position_ids: list: must be a dense tensor"),
+            ({"attention_mask": [1] * 60}, TypeError, "attention_mask: list: must be a dense tensor"),
+            ({"use_cache": True}, ValueError, "use_cache: must be False with packed sequences"),
+        ]
+    for changed, kind, message in wrong:
+        with pytest.raises(kind, match=rf"^{message}"):
+            model(ids, **{"use_cache": False} | good | changed)
+
+
 def test_masks_of_every_dtype_are_the_same():
     model, ids = sparse("llama"), tokens(2, 20)
     mask = torch.ones(2, 20, dtype=torch.bool).index_put((torch.tensor(1), torch.arange(5)), torch.tensor(False))

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AttentionIn
 from transformers.masking_utils import causal_mask_function
 
 from ..functional import selected_attention, sliding_window_attention
-from .packing import Rows, is_padded, offsets_of_restarts
+from .packing import Rows, int32_offsets, is_padded, length_bound, offsets_of_restarts
 
 NAME = "nsa"
 
@@ -160,7 +160,11 @@ def nsa_attention_forward(
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         slots = torch.arange(q.shape[1], device=attention_mask.device)
         position_ids, attention_mask = attention_mask + slots, None  # they skip one where a document starts
+    if cu_seq_lens_q is None and cu_seq_lens_k is not None:
+        raise ValueError("cu_seq_lens_q: None: must be given with cu_seq_lens_k")
     if attention_mask is not None:
+        if cu_seq_lens_q is not None:
+            raise ValueError("cu_seq_lens_q: must be None with padding in attention_mask")
         return _padded(attend, q, k, v, indices, attention_mask), None
     if cu_seq_lens_q is None and position_ids is not None and q.shape[1] == k.shape[1] > 1:
         cu_seq_lens_q = cu_seq_lens_k = offsets_of_restarts(position_ids, q.shape[0], q.shape[1])
@@ -170,10 +174,10 @@ def nsa_attention_forward(
         raise ValueError("block_indices: must be None in a padding-free batch, whose blocks would span sequences")
     o = attend(
         *(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), None),
-        cu_seqlens_q=cu_seq_lens_q.to(torch.int32),
-        cu_seqlens_k=(cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k).to(torch.int32),
-        max_seqlen_q=None if max_length_q is None else int(max_length_q),
-        max_seqlen_k=None if max_length_k is None else int(max_length_k),
+        cu_seqlens_q=int32_offsets("cu_seq_lens_q", cu_seq_lens_q),
+        cu_seqlens_k=int32_offsets("cu_seq_lens_k", cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k),
+        max_seqlen_q=length_bound("max_length_q", max_length_q),
+        max_seqlen_k=length_bound("max_length_k", max_length_k),
     )
     return o.unflatten(0, q.shape[:2]), None
 

@@ -64,6 +64,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 
 from .. import functional, reference
+from .._arguments import check_type
 from ..compression import CompressionFunction, initial_compression_weights
 from ..config import CompressionWeights
 from ..layer import NativeSparseAttention
@@ -81,7 +82,7 @@ from .configuration import (
     NsaQwen3VLTextConfig,
     Sparse,
 )
-from .packing import Rows, is_padded, offsets_of_restarts
+from .packing import INTEGERS, Rows, is_padded, length_bound, offsets_of_restarts, self_attention_offsets
 from .records import NsaLayerOutput, branch_weights, with_output_nsa
 from .rotation import add_tokens, attention_by_token_tables
 
@@ -356,12 +357,17 @@ class _SparseModel(_Sparse):
             attention_mask: (B, tokens seen, these included), 1 for a token and 0 for padding, or None. Each row is
                 computed as if its padding were not there: positions count tokens. Compiled code, and a step of a static
                 cache on a GPU, do not check the values and take what is not 0 for 1.
-            position_ids: (B or 1, S): where they restart, a sequence starts; the dense layers rotate by them. With
-                three axes (3, B or 1, S), or (4, ...) behind such, all layers rotate by them.
+            position_ids: integers (B or 1, S): where they restart, a sequence starts, but not in a padded batch; the
+                dense layers rotate by them. With three axes (3, B or 1, S), or (4, ...) behind such, all layers rotate
+                by them.
             use_cache: default the configuration's where gradients are off, else False: a step with a cache has none.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: exactly one must be given")
+        for name, tensor in (("attention_mask", attention_mask), ("position_ids", position_ids)):
+            check_type(name, tensor, Tensor | None)
+        if position_ids is not None and position_ids.dtype not in INTEGERS:
+            raise ValueError(f"position_ids: {str(position_ids.dtype).removeprefix('torch.')}: must be integers")
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask: {tuple(attention_mask.shape)}: must be (B, S) or None")
         if kwargs.get("output_attentions"):
@@ -442,15 +448,17 @@ class _SparseModel(_Sparse):
             tokens = mask.bool().index_select(1, new)
             if is_padded(tokens, mask, wait=not isinstance(seen, Tensor)) or isinstance(seen, Tensor):
                 layout.rows, layout.tokens, layout.max_seqlen = Rows.of(tokens), tokens, length
-        elif cache is None or (not isinstance(seen, Tensor) and seen == 0):
-            cu_seqlens = kwargs.get("cu_seq_lens_q")
-            if cu_seqlens is None and position_ids is not None:
-                cu_seqlens = offsets_of_restarts(position_ids, batch, length)
-            if cu_seqlens is not None:
-                if cache is not None:
-                    raise ValueError("use_cache: must be False with packed sequences")
-                layout.cu_seqlens, longest = cu_seqlens.to(torch.int32), kwargs.get("max_length_q")
-                layout.max_seqlen = None if longest is None else int(longest)
+        cu_seqlens = self_attention_offsets(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
+        if cu_seqlens is not None and layout.rows is not None:
+            raise ValueError("cu_seq_lens_q: must be None with padding in attention_mask")
+        begins = cache is None or (not isinstance(seen, Tensor) and seen == 0)
+        if cu_seqlens is None and layout.rows is None and position_ids is not None and begins:
+            cu_seqlens = offsets_of_restarts(position_ids, batch, length)
+        if cu_seqlens is not None:
+            if cache is not None:
+                raise ValueError("use_cache: must be False with packed sequences")
+            layout.cu_seqlens = cu_seqlens
+            layout.max_seqlen = length_bound("max_length_q", kwargs.get("max_length_q"))
         return layout
 
     def _rotate_by_axes(self, layout: Layout, axes: Tensor | None, x: Tensor, cache: Cache | None) -> None:

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .._arguments import check_type
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 @dataclass
 class Rows:
@@ -61,6 +65,32 @@ def is_padded(tokens: Tensor, mask: Tensor, *, wait: bool = True) -> bool:
     if wrong:
         raise ValueError(f"attention_mask: {mask[other][0].item()}: must be 1 for a token or 0 for padding")
     return bool(padded)
+
+
+def int32_offsets(name: str, offsets: Tensor) -> Tensor:
+    """transformers' offsets of packed sequences as int32. Raises TypeError or ValueError for what is no offsets."""
+    check_type(name, offsets, Tensor)
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: {str(offsets.dtype).removeprefix('torch.')}: must be int32 or int64")
+    return offsets.clamp(-1, 2**31 - 1).to(torch.int32)  # out of range they stay, and the operators refuse them
+
+
+def self_attention_offsets(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> Tensor | None:
+    """Offsets of sequences whose queries are those of the keys. Raises ValueError where both differ, as far as read."""
+    if cu_seq_lens_q is not None:
+        cu_seq_lens_q = int32_offsets("cu_seq_lens_q", cu_seq_lens_q)
+    if cu_seq_lens_k is not None:
+        k = int32_offsets("cu_seq_lens_k", cu_seq_lens_k)
+        read = k.device.type == "cpu" and not torch.compiler.is_compiling()
+        if cu_seq_lens_q is None or k.shape != cu_seq_lens_q.shape or (read and not torch.equal(k, cu_seq_lens_q)):
+            raise ValueError("cu_seq_lens_k: must be equal to cu_seq_lens_q, and given with it")
+    return cu_seq_lens_q
+
+
+def length_bound(name: str, length: object) -> int | None:
+    """transformers' longest of packed sequences. Raises TypeError for what is no integer."""
+    check_type(name, length, int | None)
+    return None if length is None else int(length)  # type: ignore[call-overload]
 
 
 def offsets_of_restarts(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
