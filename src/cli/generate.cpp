@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -111,6 +112,9 @@ class TextPrinter {
 
 void run(GenerateArguments& arguments) {
   arguments.json.open();
+  // torch reads this at its first tensor: huge pages for tensors from 2 MiB on, where the system leaves the choice to
+  // programs. Each step reads all weights, and processors prefetch within a page.
+  setenv("THP_MEM_ALLOC_ENABLE", "1", /*overwrite=*/0);
   const auto device = arguments.machine.choose();
   const auto dtype = compute_dtype(arguments.dtype, device.device);
   const auto limit = static_cast<std::int64_t>(arguments.max_memory);

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +103,16 @@ def wide(tmp_path_factory, corpus):
         nsa("train", "--out", folder / attention, "--data", corpus, "--attention", attention, "--steps", 1,
             "--batch-size", 1, *shape)  # fmt: skip
     return folder
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+def test_weights_ask_for_huge_pages(wide):
+    command = [PROGRAM, "generate", wide / "nsa", "--tokens", "10000", "--ignore-end", "--no-echo", "--prompt", "def"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout.read(1)  # the model is loaded
+        maps = Path(f"/proc/{process.pid}/smaps").read_text()
+        process.kill()
+    assert re.search(r"^VmFlags:.* hg( |$)", maps, re.MULTILINE)
 
 
 # In a small process of its own: a process counts the memory of the one that started it as its own.
