@@ -49,8 +49,12 @@ def unsupported_version() -> str | None:
 
 
 def records_selections(vllm_config: Any) -> bool:
-    """Whether the engine returns the selected blocks of requests."""
-    return bool(vllm_config.additional_config.get("record_selections"))
+    """Whether the engine returns the selected blocks of requests. Raises ValueError for another value than a bool."""
+    given = vllm_config.additional_config  # of another plug-in it need not be a dict
+    value = given.get("record_selections", False) if isinstance(given, dict) else False
+    if not isinstance(value, bool):
+        raise ValueError(f"additional_config: record_selections = {value!r}: must be True or False")
+    return value
 
 
 def selections(engine: Any, output: Any) -> list[SelectionRecord]:
@@ -113,12 +117,15 @@ def check_supported(vllm_config: Any) -> None:
     bias = getattr(config, "attention_bias", False)
     dense_bias = bool(config.dense_layers) and config.model_type == "nsa_qwen3" and bias
     method = getattr(drafts, "method", None)
+    scales, skipped = (getattr(cache, name, None) for name in ("calculate_kv_scales", "kv_cache_dtype_skip_layers"))
     recording, asynchronous = records_selections(vllm_config), bool(vllm_config.scheduler_config.async_scheduling)
     num_drafts = getattr(drafts, "num_speculative_tokens", None) or 0
     for name, given, supported, rule in (
         ("nsa: share_kv", config.nsa["share_kv"], config.nsa["share_kv"], "True"),
         ("attention_bias", bias, not dense_bias, "False for Qwen3 with dense_layers"),
         ("kv_cache_dtype", cache.cache_dtype, cache.cache_dtype in ("auto", *FP8), "auto, fp8 or fp8_e4m3"),
+        ("calculate_kv_scales", scales, not scales, "False, as scales are 1,"),
+        ("kv_cache_dtype_skip_layers", skipped, not skipped, "empty"),
         ("block_size", page_size, page_size % 16 == 0, "a multiple of 16"),
         ("block_size", page_size, page_size % stride == 0, f"a multiple of kernel_stride = {stride}"),
         ("tensor_parallel_size", ranks, kv_heads % ranks == 0, f"a divisor of the number of KV heads, {kv_heads}"),

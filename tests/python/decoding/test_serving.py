@@ -707,6 +707,7 @@ def test_what_the_plug_in_for_vllm_refuses():
         return SimpleNamespace(**made | {name: v for name, v in changes.items() if name not in parts})
 
     check_supported(config())
+    check_supported(config(additional_config=object()))  # another plug-in's
     for part, changes, message in (
         ("hf_config", {"attention_bias": True}, "attention_bias = True: must be False for Qwen3 with dense_layers"),
         (
@@ -723,6 +724,14 @@ def test_what_the_plug_in_for_vllm_refuses():
         ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2: must be 1"),
         ("parallel_config", {"decode_context_parallel_size": 2}, "decode_context_parallel_size = 2: must be 1"),
         ("cache_config", {"cache_dtype": "fp8_e5m2"}, "kv_cache_dtype = fp8_e5m2: must be auto, fp8 or fp8_e4m3"),
+        ("cache_config", {"calculate_kv_scales": True}, "calculate_kv_scales = True: must be False, as scales are 1,"),
+        (
+            "cache_config",
+            {"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
+            r"kv_cache_dtype_skip_layers = \['0'\]: must be empty with nsa_qwen3",
+        ),
+        ("additional_config", {"record_selections": "false"}, "record_selections = 'false': must be True or False"),
+        ("additional_config", {"record_selections": 1}, "record_selections = 1: must be True or False"),
         ("model_config", {"quantization": "fp8"}, "quantization = fp8: must be None"),
         ("speculative_config", {"method": "eagle"}, "method = eagle: must be ngram"),
         ("speculative_config", {"num_speculative_tokens": 16}, "num_speculative_tokens = 16: must be below 16"),
