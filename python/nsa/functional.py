@@ -422,10 +422,10 @@ def _positions(
         return slice(k.shape[1] - q.shape[1], k.shape[1]), slice(0, k.shape[1])
     at_q, sequence = rows_within(cu_q, q.shape[0])
     if cu_k is None:
-        check_positions(rope, max_q)
+        check_positions(rope, max_q or min(1, q.shape[0]))  # rows past the last sequence have position 0
         at_k = at_q
     else:
-        check_positions(rope, max_k)
+        check_positions(rope, max_k or min(1, k.shape[0]))
         at_k, _ = rows_within(cu_k, k.shape[0])
         at_q = at_q + (cu_k.diff() - cu_q.diff())[sequence]
     if rope[0].is_cuda:  # where nothing waits to see whether an index is in range

@@ -303,7 +303,7 @@ class NativeSparseAttention(nn.Module):
         else:
             cp = self.context_parallel
             rows = x.shape[-2] * (1 if cp is None else cp.size)
-            longest = rows if cu_seqlens is None or max_seqlen is None else min(max_seqlen, rows)
+            longest = rows if cu_seqlens is None or max_seqlen is None else min(max(1, max_seqlen), rows)
             arguments |= {
                 "cfg": self.cfg,
                 "rope": self._tables(longest, x.device),

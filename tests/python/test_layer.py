@@ -141,6 +141,19 @@ def test_without_tokens(backend, rotation):
         assert not any(p.grad.any() for p in layer.parameters() if p.grad is not None)
 
 
+def test_rows_behind_sequences_without_tokens(backend):
+    """They have the first position, also where max_seqlen = 0 gives none."""
+    layer = layer_of(cfg=SMALL, head_dim=head_dims(16, 16)[0])
+    x, offsets = torch.randn(20, 32), torch.tensor([0, 0, 0], dtype=torch.int32)
+    assert not layer(x, offsets, max_seqlen=0).any()
+    q, k, gates = (torch.randn(20, heads, n) for heads, n in ((4, 64), (2, 64), (4, 3)))
+    none = nsa.rotary_tables(torch.arange(0), 64)
+    for offsets_k in (None, offsets):
+        packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets_k}
+        with pytest.raises(ValueError, match=r"^rope: 0 positions: must be at least 1, "):  # on a GPU, too
+            nsa.native_sparse_attention(q, k, k, gates, cfg=SMALL, rope=none, **packed)
+
+
 @pytest.mark.bits
 def test_the_future_changes_nothing(backend):
     layer = layer_of(cfg=SMALL)
