@@ -220,7 +220,7 @@ void add_generate(CLI::App& app) {
   auto* const limit = command->add_option(
       "--max-memory", arguments->max_memory,
       "Limit of resident memory on the CPU, in bytes or with a unit (2GiB). Prompts are read in shorter chunks to keep "
-      "it; what cannot keep it is refused");
+      "it; what cannot keep it is refused. 0: no limit");
   limit->transform(CLI::AsSizeValue(true));
   arguments->machine.add(*command);
   command
