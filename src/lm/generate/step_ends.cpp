@@ -1,14 +1,13 @@
 #include "lm/generate/step_ends.h"
 
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full_like.h>
-#include <ATen/ops/stack.h>
 
 #include <algorithm>
 #include <cmath>
-#include <tuple>
 
 #include "bridge/call.h"
 #include "lm/generate/step_kernels.h"
@@ -26,11 +25,29 @@ StepInputs inputs_by_torch(const at::Tensor& tokens, const at::Tensor& embedding
   return in;
 }
 
-at::Tensor most_likely_by_torch(const at::Tensor& logits, const at::Tensor& tokens) {
-  const auto best = std::get<0>(logits.topk(std::min<std::int64_t>(2, logits.size(1)), 1)).to(at::kDouble);
-  const auto second = best.size(1) > 1 ? best.select(1, 1) : at::full_like(best.select(1, 0), -INFINITY);
-  tokens.copy_(logits.argmax(1));
-  return at::stack({tokens.to(at::kDouble), best.select(1, 0) - second, logits.isfinite().all(1).to(at::kDouble)});
+/// In one pass: there may be more than 100,000 logits, which torch's operators would read six times.
+at::Tensor most_likely_on_host(const at::Tensor& logits, const at::Tensor& tokens) {
+  const std::int64_t rows = logits.size(0);
+  const auto out = at::empty({3, rows}, at::kDouble);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, logits.scalar_type(), "most_likely_tokens", [&] {
+    for (std::int64_t row = 0; row < rows; ++row) {
+      const auto* const in = logits.const_data_ptr<scalar_t>() + row * logits.stride(0);
+      double best = -INFINITY, second = -INFINITY;
+      std::int64_t token = 0;
+      bool finite = true;
+      for (std::int64_t column = 0; column < logits.size(1); ++column) {
+        const auto logit = static_cast<at::opmath_type<scalar_t>>(in[column]);
+        finite &= std::isfinite(logit);
+        if (!(logit > second)) continue;
+        second = std::min<double>(logit, best);
+        if (logit > best) best = logit, token = column;
+      }
+      tokens.mutable_data_ptr<std::int64_t>()[row] = token;
+      auto* const numbers = out.mutable_data_ptr<double>() + row;
+      numbers[0] = static_cast<double>(token), numbers[rows] = best - second, numbers[2 * rows] = finite ? 1 : 0;
+    }
+  });
+  return out;
 }
 
 }  // namespace
@@ -71,7 +88,7 @@ StepInputs step_inputs(const at::Tensor& tokens, const at::Tensor& embedding, co
 }
 
 at::Tensor most_likely_tokens(const at::Tensor& logits, const at::Tensor& tokens) {
-  if (!logits.is_cuda() || logits.stride(1) != 1) return most_likely_by_torch(logits, tokens);
+  if (!logits.is_cuda()) return most_likely_on_host(logits, tokens);
   const auto out = at::empty({3, logits.size(0)}, logits.options().dtype(at::kDouble));
   const auto type = logits.scalar_type();
   bridge::check_launch(fused::most_likely({.logits = logits.const_data_ptr(),
@@ -96,7 +113,7 @@ StepInputs step_inputs(const at::Tensor& tokens, const at::Tensor& embedding, co
 }
 
 at::Tensor most_likely_tokens(const at::Tensor& logits, const at::Tensor& tokens) {
-  return most_likely_by_torch(logits, tokens);
+  return most_likely_on_host(logits, tokens);
 }
 
 #endif

@@ -26,7 +26,8 @@ StepInputs step_inputs(const at::Tensor& tokens, const at::Tensor& embedding, co
                        const StepState& state);
 
 /// double (3, B): the most likely tokens, of equals the first, how far the second ones are behind, and whether all
-/// logits are finite. `tokens`, int64 (B), gets the first of them, too. `logits`: (B, vocab_size).
+/// logits are finite. `tokens`, int64 (B), gets the first of them, too. `logits`: (B, vocab_size),
+/// contiguous in a row.
 at::Tensor most_likely_tokens(const at::Tensor& logits, const at::Tensor& tokens);
 
 }  // namespace nsa::lm
