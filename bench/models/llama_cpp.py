@@ -10,6 +10,9 @@ gguf writes its files. Each run reads one random prompt and then generates greed
 `--cores 0,1 2,3` runs as many programs side by side, each on cores of its own, the longest contexts first. A run that
 does not end in `--limit` seconds is recorded as an error. `--prompt-cores` gives llama.cpp more threads for the prompt,
 whose rate is then not recorded. Later runs are added to FILE.
+
+Each run records how many cores other processes kept busy (`others`). With `--max-others` a run begins only when they
+keep no more busy, and counts, as one of `--repeats`, only if that held.
 """
 
 import argparse
@@ -133,6 +136,21 @@ def pinned(cores, command, options):
     return subprocess.run(run, check=True, capture_output=True, text=True, timeout=max(left, 0.1))
 
 
+def busy_elsewhere():
+    """Seconds that the cores of this machine were busy, but for this process and the children that ended."""
+    fields = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]
+    user, nice, system, _, _, interrupts, soft, stolen = (int(field) for field in fields)
+    busy = (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
+    return busy - sum(os.times()[:4])
+
+
+def others_during(action):
+    """What the action returns, and how many cores others kept busy meanwhile."""
+    start, before = time.monotonic(), busy_elsewhere()
+    found = action()
+    return found, round((busy_elsewhere() - before) / (time.monotonic() - start), 2)
+
+
 def run_nsa(engine, context, cores, options):
     ids, report = (options.work / f"{engine}-{context}.{kind}" for kind in ("txt", "json"))
     draw = random.Random(context)
@@ -160,16 +178,25 @@ def run_llama_cpp(engine, context, cores, options):
 
 def run(engine, context, cores, options):
     """Rates in tokens/s, or what kept the run from them."""
+    measure = run_llama_cpp if "f16" in engine else run_nsa
     try:
-        return (run_llama_cpp if "f16" in engine else run_nsa)(engine, context, cores, options)
+        while options.max_others is not None and others_during(lambda: time.sleep(2))[1] > options.max_others:
+            if time.monotonic() > options.end:
+                return {"error": f"other processes kept more than {options.max_others} cores busy"}
+        rates, others = others_during(lambda: measure(engine, context, cores, options))
+        return rates | {"others": others}
     except subprocess.TimeoutExpired:
-        return {"error": f"not done in {options.limit} s"}
+        return {"error": f"not done in {options.limit:g} s"}
     except subprocess.CalledProcessError as error:
         return {"error": (error.stderr or error.stdout).strip().splitlines()[-1]}
 
 
+def disturbed(run, options):
+    return options.max_others is not None and run.get("others", 0) > options.max_others
+
+
 class Results:
-    """The medians of all runs in a file, written after each."""
+    """The medians of all runs that count in a file, written after each."""
 
     def __init__(self, options):
         self.options, self.path, self.lock = options, options.json, threading.Lock()
@@ -188,7 +215,7 @@ class Results:
                 rows.append(row)
             row["runs"].append(rates)
             for rate in ("prompt", "generation"):
-                if measured := [run[rate] for run in row["runs"] if rate in run]:
+                if measured := [run[rate] for run in row["runs"] if rate in run and not disturbed(run, self.options)]:
                     row[rate] = statistics.median(measured)
             if self.path:
                 self.path.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
@@ -234,6 +261,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=64, help="number of tokens to generate")
     parser.add_argument("--repeats", type=int, default=1, help="runs per figure, of which the median counts")
     parser.add_argument("--cores", nargs="*", default=[""], help="cores of each of the programs at a time")
+    parser.add_argument("--max-others", type=float, help="cores that other processes may keep busy during a run")
     parser.add_argument("--prompt-cores", default="", help="cores of llama.cpp's prompt, one thread each")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for all runs (default %(default)s)")
     parser.add_argument("--json", type=Path, help="file to which the results are added")
@@ -256,7 +284,10 @@ def main():
                 engine, context = waiting.get_nowait()
             except queue.Empty:
                 return
-            results.add(engine, context, run(engine, context, cores, options))
+            rates = run(engine, context, cores, options)
+            results.add(engine, context, rates)
+            if disturbed(rates, options):
+                waiting.put((engine, context))
 
     workers = [threading.Thread(target=work_on, args=(cores,)) for cores in options.cores]
     for worker in workers:
