@@ -133,8 +133,8 @@ PLANS = {
         MAIN | some("window-128", "blocks-16-8-32-32", "blocks-8-4-32-32", "full-partial-rope", "recipe-2-16-16-32-32"),
         seeds=(1, 2, 3, 4, 5),
         fewer=dict.fromkeys(("full-gated", WINDOW, "full-partial-rope"), 3)
-        | dict.fromkeys(("window-128", "blocks-16-8-32-32", "recipe-2-16-16-32-32"), 1)
-        | {"blocks-8-4-32-32": 4},
+        | dict.fromkeys(("window-128", "blocks-16-8-32-32"), 1)
+        | {"blocks-8-4-32-32": 4, "recipe-2-16-16-32-32": 3},
         by_baseline={"eval": None},
     ),
     "8k-long": Plan(
@@ -155,9 +155,9 @@ PLANS = {
     "32k": Plan(
         "Byte-level, context 32768, 98 million bytes",
         "--steps 3000 --context 32768 --batch-size 1",
-        some(BASE, RECIPE, "recipe-1", "no-selector-loss"),
+        some(BASE, RECIPE, "recipe-1", "no-selector-loss", "recipe-2-16-16-32-32"),
         seeds=(1, 2, 3, 4, 5),
-        fewer={"no-selector-loss": 1},
+        fewer={"no-selector-loss": 1, "recipe-2-16-16-32-32": 3},
     ),
     "32k-time": Plan(
         "Byte-level, context 32768, 15 minutes of training",
@@ -187,8 +187,8 @@ PLANS = {
         "Byte-level, context 65536, 236 million bytes, half of them key-value lines, RoPE base 1 million",
         "--steps 3600 --batch-size 1 --context 65536 --context-warmup 1024 --eval-every 1000 --retrieval-fraction .5 "
         f"--selector-queries 128 --rope-theta 1000000 {CONCATENATED}",
-        some(RECIPE, "recipe-1", "blocks-8-4-32-32"),
-        fewer=dict.fromkeys(("recipe-1", "blocks-8-4-32-32"), 1),
+        some(RECIPE, "recipe-1", "blocks-8-4-32-32", "recipe-2-16-16-32-32"),
+        fewer=dict.fromkeys(("recipe-1", "blocks-8-4-32-32", "recipe-2-16-16-32-32"), 1),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),
     ),
     "speed": Plan(
