@@ -115,7 +115,7 @@ TEST_P(Inputs, NoIndices) {
 }
 
 TEST_P(Inputs, RandomIndicesOfOtherBlockSizes) {
-  for (const int block_size : {16, 48, 64, 128}) {
+  for (const int block_size : {16, 32, 48, 64, 128}) {
     Case c = base();
     c.q_lens = {30, 30}, c.k_lens = {300, 300};
     const Problem p(c);

@@ -144,6 +144,28 @@ TEST_P(SelectedBackward, FewThreadBlocksGiveTheSameBits) {
   }
 }
 
+/// Lists of more stages than a ring holds, with queries that see a block in part; one, few and many rows of a query, dS
+/// stored and not, in one window and in two.
+TEST_P(SelectedBackward, AgreesWithTheOracle) {
+  const auto [dtype, key_dim, block_size] = GetParam();
+  const std::vector<std::int64_t> lengths{40, 300, 0, 203}, windows{40, 1100, 0, 900};
+  for (const auto& [group, q_lens, mib] :
+       {std::tuple(1, lengths, ""), {6, lengths, "0"}, {16, lengths, ""}, {4, windows, "2"}}) {
+    SCOPED_TRACE("G = " + std::to_string(group) + ", NSA_CUDA_DS_MIB=" + mib);
+    const Environment memory("NSA_CUDA_DS_MIB", mib);
+    Case c{.dtype = dtype, .q_lens = q_lens, .kv_heads = 1, .group = group};
+    c.packed = true, c.dk = key_dim, c.dv = std::min<std::int64_t>(key_dim, 128);
+    c.cfg = {.kernel_size = 32, .kernel_stride = 16, .block_size = block_size, .topk = 3, .window_size = 48};
+    if (*mib == '2') c.cfg.topk = 205 / block_size;
+    const Problem p(c);
+    const auto outputs = expect_within_bound<SelectedAttentionParams>(
+        p.selected(), selected_outputs(p), dtype, under_test.selected_attention, reference::run, under_test.floor);
+    expect_within_bound<SelectedAttentionBackwardParams>(
+        backward_of(p.selected(), views_of(outputs), p.d_o), selected_backward_outputs(p), dtype,
+        under_test.selected_attention_backward, reference::run, under_test.floor);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Every, SelectedBackward,
                          testing::Combine(testing::Values(DType::kBFloat16, DType::kFloat16),
                                           testing::Values(64, 128, 192), testing::Values(32, 64)),

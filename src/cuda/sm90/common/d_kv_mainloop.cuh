@@ -9,6 +9,11 @@
 // The warps 8 to 11 have K, V, Q, dO and what there is per row copied and note who sees whom; two warpgroups compute.
 // Left alone these would compute exponentials at the same time and leave the tensor cores idle, so they take turns: one
 // may issue its products only after the other has seen its scores arrive.
+//
+// Tiles of 32 keys would leave half of the rows of these products idle. There the queries are the rows of S and dP, the
+// keys their columns, and P^T and dS^T reach the other products through shared memory (NarrowKeyGradients):
+//
+//   S = Q K^T, dP = dO V^T, dV^T += dO^T (g P), dK^T += Q^T dS
 #pragma once
 
 #include "cuda/common/attention_backward.cuh"
@@ -22,26 +27,28 @@
 namespace nsa::cuda::sm90 {
 
 enum class DKvBarrier {
-  kTurn = 1,  // and 2, one for each of the two computing warpgroups: it may issue its products
+  kTurn = 1,     // and 2, one for each of the two computing warpgroups: it may issue its products
+  kOperand = 3,  // and 4: its warps have written, or no longer read, an operand in shared memory
 };
 
 struct KeyMaps {
   CUtensorMap q, d_o, k, v;
 };
 
-/// Shared memory: kTiles tiles of 64 keys, a ring of stages, barriers.
-template <int Dk, int Dv, int kTiles, int kStageCount>
+/// Shared memory: kTiles tiles of kKeys keys, a ring of stages, barriers.
+template <int Dk, int Dv, int kTiles, int kStageCount, int kKeys = 64>
 struct KeyMemory {
-  static constexpr int kStages = kStageCount;
+  static constexpr int kStages = kStageCount, kKeyPanelBytes = kKeys * 128;
+  static constexpr int kKeyBytes = kKeys * Dk * 2, kValueBytes = kKeys * Dv * 2;  // of a tile
   static constexpr int kK = kTileBytes<Dk>, kV = kTileBytes<Dv>, kTerms = 4 * 64 * 4;
-  static constexpr int kRing = kTiles * (kK + kV), kRows = kRing + kStages * (kK + kV);
+  static constexpr int kRing = kTiles * (kKeyBytes + kValueBytes), kRows = kRing + kStages * (kK + kV);
   static constexpr int kBarriers = kRows + kStages * kTerms;
   static constexpr int kBytes = kBarriers + (2 * kStages + 2) * 8;
 
   std::uint32_t base;
 
-  __device__ std::uint32_t k(int tile) const { return base + tile * kK; }
-  __device__ std::uint32_t v(int tile) const { return base + kTiles * kK + tile * kV; }
+  __device__ std::uint32_t k(int tile) const { return base + tile * kKeyBytes; }
+  __device__ std::uint32_t v(int tile) const { return base + kTiles * kKeyBytes + tile * kValueBytes; }
   __device__ std::uint32_t q(int stage) const { return base + kRing + stage * (kK + kV); }
   __device__ std::uint32_t d_o(int stage) const { return q(stage) + kK; }
   /// Per row: the three of RowTerms; then what the warpgroups need to know of the stage.
@@ -64,10 +71,49 @@ struct KeyMemory {
   }
 };
 
-/// The gradients of 64 keys in the registers of a warpgroup.
-template <class T, int Dk, int Dv>
+/// Sums of D columns of kKeys keys in the registers of a warpgroup: f(key, column, x, y), columns that are neighbours,
+/// for keys below `keys`. Of 64 the keys are the rows of the accumulators; of 32 the columns, and pair_columns() has
+/// passed over them.
+template <int kKeys, int D, class F>
+__device__ __forceinline__ void for_pairs(float (&x)[D * kKeys / 128], int keys, const F& f) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  if constexpr (kKeys == 64) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = warp * 16 + lane / 4 + 8 * i;
+      if (key >= keys) continue;
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n) f(key, n * 8 + 2 * (lane & 3), x[4 * n + 2 * i], x[4 * n + 2 * i + 1]);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+      const int key = 8 * j + 2 * (lane & 3) + (lane / 4 & 1);
+      if (key >= keys) continue;
+#pragma unroll
+      for (int n = 0; n < D / 32; ++n) {
+        float* pair = x + n / 2 * (kKeys / 2) + 4 * j + n % 2 * 2;
+        f(key, n / 2 * 64 + warp * 16 + n % 2 * 8 + (lane / 4 & 6), pair[0], pair[1]);
+      }
+    }
+  }
+}
+/// Accumulators with keys as columns: a lane's two keys of a row become two rows of a key.
+template <int N>
+__device__ __forceinline__ void pair_columns(float (&x)[N]) {
+  const bool odd = (threadIdx.x & 4) != 0;
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
+    const float other = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i + 1], 4);
+    x[i] = odd ? other : x[i];
+    x[i + 1] = odd ? x[i + 1] : other;
+  }
+}
+
+/// The gradients of kKeys keys in the registers of a warpgroup.
+template <class T, int Dk, int Dv, int kKeys = 64>
 struct KeySums {
-  float dk[Dk / 2], dv[Dv / 2];
+  float dk[Dk * kKeys / 128], dv[Dv * kKeys / 128];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -75,21 +121,21 @@ struct KeySums {
 #pragma unroll
     for (float& x : dv) x = 0;
   }
-  /// To float32 rows of Dk + Dv, `to` the row of key 0 of the 64.
-  __device__ __forceinline__ void store_partial_dk(float* to, int keys) const {
+  /// To float32 rows of Dk + Dv, `to` the row of key 0.
+  __device__ __forceinline__ void store_partial_dk(float* to, int keys) {
     store_rows<Dk>(dk, 1, keys, [&](int key) { return to + key * (Dk + Dv); });
   }
-  __device__ __forceinline__ void store_partial_dv(float* to, int keys) const {
+  __device__ __forceinline__ void store_partial_dv(float* to, int keys) {
     store_rows<Dv>(dv, 1, keys, [&](int key) { return to + key * (Dk + Dv) + Dk; });
   }
-  /// To dK and dV, key 0 of the 64 at row `first` of the tensors.
+  /// To dK and dV, key 0 at row `first` of the tensors.
   __device__ __forceinline__ void store_dk(const BackwardArgs& args, int batch, std::int64_t first, int kv_head,
-                                           int keys) const {
+                                           int keys) {
     if (!args.d_k.data) return;
     store_rows<Dk>(dk, args.scale, keys, [&](int key) { return args.d_k.at<T>(batch, first + key, kv_head); });
   }
   __device__ __forceinline__ void store_dv(const BackwardArgs& args, int batch, std::int64_t first, int kv_head,
-                                           int keys) const {
+                                           int keys) {
     if (!args.d_v.data) return;
     store_rows<Dv>(dv, 1, keys, [&](int key) { return args.d_v.at<T>(batch, first + key, kv_head); });
   }
@@ -97,16 +143,11 @@ struct KeySums {
  private:
   /// row(key): where the row of a key begins.
   template <int D, class Row>
-  __device__ __forceinline__ static void store_rows(const float (&x)[D / 2], float scale, int keys, const Row& row) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int key = warp * 16 + lane / 4 + 8 * i;
-      if (key >= keys) continue;
-      auto* to = row(key) + 2 * (lane & 3);
-#pragma unroll
-      for (int n = 0; n < D / 8; ++n) store_pair(to + n * 8, x[4 * n + 2 * i] * scale, x[4 * n + 2 * i + 1] * scale);
-    }
+  __device__ __forceinline__ static void store_rows(float (&x)[D * kKeys / 128], float scale, int keys,
+                                                    const Row& row) {
+    for_pairs<kKeys, D>(x, keys, [&](int key, int column, float left, float right) {
+      store_pair(row(key) + column, left * scale, right * scale);
+    });
   }
 };
 
@@ -280,6 +321,104 @@ struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
     gemm_rs<T, Dk, 64>(dk, operand, descriptor(memory.q(before), kPanelBytes));
     wgmma_wait<0>();
     consumer_release(before);
+  }
+};
+
+/// The same for 32 keys as the columns of the products. P^T and dS^T pass through `operand`, a tile of 32 keys x 64
+/// query rows; leave(stage) is to read dS^T there.
+///
+///   dK += Q(k-1)^T dS(k-1), S(k), dP(k) | dV += dO(k)^T (g P(k)) | dK += Q(k)^T dS(k), S(k+1), ...
+///
+/// A warp has a query's rows in two halves: a lane the rows lane / 4 and eight further on.
+template <class T, int Dk, int Dv>
+struct NarrowKeyGradients : KeySums<T, Dk, Dv, 32> {
+  using KeySums<T, Dk, Dv, 32>::dk, KeySums<T, Dk, Dv, 32>::dv;
+  float s[16], dp[16];
+
+  template <class Memory, class Mask, class Leave>
+  __device__ __forceinline__ void first(const Memory& memory, std::uint32_t k, std::uint32_t v, std::uint32_t operand,
+                                        int stage, float scale, const Mask& mask, const Leave& leave) {
+    issue_scores(memory, k, v, stage);
+    score_gradients(
+        memory, operand, stage, scale, mask, [] {}, leave);
+  }
+  template <class Memory, class Mask, class Release, class Leave>
+  __device__ __forceinline__ void next(const Memory& memory, std::uint32_t k, std::uint32_t v, std::uint32_t operand,
+                                       int before, int stage, float scale, const Mask& mask,
+                                       const Release& consumer_release, const Leave& leave) {
+    gemm_ts<T, Dk, 32>(dk, descriptor(memory.q(before), kPanelBytes), descriptor(operand, 16));
+    issue_scores(memory, k, v, stage);
+    score_gradients(
+        memory, operand, stage, scale, mask, [&] { consumer_release(before); }, leave);
+  }
+  template <class Memory, class Release>
+  __device__ __forceinline__ void last(const Memory& memory, std::uint32_t operand, int before,
+                                       const Release& consumer_release) {
+    gemm_ts<T, Dk, 32>(dk, descriptor(memory.q(before), kPanelBytes), descriptor(operand, 16));
+    wgmma_wait<0>();
+    consumer_release(before);
+    pair_columns(dk), pair_columns(dv);
+  }
+
+ private:
+  template <class Memory>
+  __device__ __forceinline__ void issue_scores(const Memory& memory, std::uint32_t k, std::uint32_t v, int stage) {
+    gemm_ss<T, Dk, 32>(s, descriptor(memory.q(stage), 16), 64, k, 32);
+    gemm_ss<T, Dv, 32>(dp, descriptor(memory.d_o(stage), 16), 64, v, 32);
+  }
+  /// From S and dP on their way on: dV, and dS^T as the operand of dK.
+  template <class Memory, class Mask, class Release, class Leave>
+  __device__ __forceinline__ void score_gradients(const Memory& memory, std::uint32_t operand, int stage, float scale,
+                                                  const Mask& mask, const Release& release_before, const Leave& leave) {
+    const std::uint32_t row = memory.terms(stage) + (threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) * 4;
+    float gate[2];
+    std::uint32_t packed[2][4];
+    wgmma_wait<1>();
+    release_before();
+    mask(s);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float lse = load_float(row + half * 32);
+      gate[half] = load_float(row + half * 32 + 512);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float &low = s[4 * j + 2 * half], &high = s[4 * j + 2 * half + 1];
+        low = exp2_fast(fmaf(low, scale, lse));
+        high = exp2_fast(fmaf(high, scale, lse));
+        packed[half][j] = pack(T{}, low * gate[half], high * gate[half]);
+      }
+    }
+    sync();
+    write_operand(operand, packed);
+    gemm_ts<T, Dv, 32>(dv, descriptor(memory.d_o(stage), kPanelBytes), descriptor(operand, 16));
+    wgmma_wait<1>();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float delta = load_float(row + half * 32 + 256);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int i = 4 * j + 2 * half;
+        packed[half][j] =
+            pack(T{}, s[i] * fmaf(gate[half], dp[i], -delta), s[i + 1] * fmaf(gate[half], dp[i + 1], -delta));
+      }
+    }
+    wgmma_wait<0>();
+    sync();
+    write_operand(operand, packed);
+    leave(stage);
+  }
+
+  __device__ __forceinline__ static void sync() {
+    named_barrier_sync(DKvBarrier::kOperand, 128, warp_uniform(threadIdx.x / 128));
+  }
+  /// All warps of the warpgroup call it, when none reads the operand any more.
+  __device__ __forceinline__ static void write_operand(std::uint32_t operand, const std::uint32_t (&x)[2][4]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;  // a lane names the row of a key
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      stmatrix4_transposed(operand + lane * 128 + ((2 * warp + half) ^ (lane & 7)) * 16, x[half]);
+    fence_async();
+    sync();
   }
 };
 

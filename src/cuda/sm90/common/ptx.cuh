@@ -129,6 +129,11 @@ __device__ __forceinline__ void named_barrier_arrive(Barrier barrier, int thread
   asm volatile("barrier.arrive %0, %1;" ::"r"(static_cast<int>(barrier) + of), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ float load_float(std::uint32_t from) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from));
+  return x;
+}
 __device__ __forceinline__ float2 load_float2(std::uint32_t from) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));
@@ -147,6 +152,12 @@ __device__ __forceinline__ void store_uint4(void* to, const uint4& x) {
 /// Four 8 x 8 matrices; a lane names a row of sixteen bytes, lanes 0 to 7 those of the first matrix and so on.
 __device__ __forceinline__ void stmatrix4(std::uint32_t to, const std::uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+/// The same, each of them transposed.
+__device__ __forceinline__ void stmatrix4_transposed(std::uint32_t to, const std::uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
                : "memory");
 }

@@ -29,6 +29,11 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // clang-format off
+#define NSA_NAMES_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NSA_OPERANDS_32 \
+  "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), \
+  "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15])
 #define NSA_NAMES_64 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -74,6 +79,11 @@ __device__ __forceinline__ void wgmma_wait() {
 // clang-format on
 
 // c += or = (accumulate = 0) a * b. Type "bf16" or "f16"; trans_a, trans_b: 1 where that operand is read transposed.
+#define NSA_SHARED_32(type)                                                                                          \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\nwgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type \
+               " {" NSA_NAMES_32 "}, %16, %17, p, 1, 1, %19, %20;\n}\n"                                              \
+               : NSA_OPERANDS_32                                                                                     \
+               : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
 #define NSA_SHARED_64(type)                                                                                          \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type \
                " {" NSA_NAMES_64 "}, %32, %33, p, 1, 1, %35, %36;\n}\n"                                              \
@@ -108,12 +118,14 @@ __device__ __forceinline__ void wgmma_wait() {
 /// Both operands in shared memory.
 template <class T, int N, bool kTransposedA, bool kTransposedB>
 __device__ __forceinline__ void wgmma(float (&c)[N / 2], std::uint64_t a, std::uint64_t b, int accumulate) {
-  static_assert(N == 64 || N == 128 || N == 256);
+  static_assert(N == 32 || N == 64 || N == 128 || N == 256);
   if constexpr (std::is_same_v<T, Bf16>) {
+    if constexpr (N == 32) NSA_SHARED_32("bf16");
     if constexpr (N == 64) NSA_SHARED_64("bf16");
     if constexpr (N == 128) NSA_SHARED_128("bf16");
     if constexpr (N == 256) NSA_SHARED_256("bf16");
   } else {
+    if constexpr (N == 32) NSA_SHARED_32("f16");
     if constexpr (N == 64) NSA_SHARED_64("f16");
     if constexpr (N == 128) NSA_SHARED_128("f16");
     if constexpr (N == 256) NSA_SHARED_256("f16");
@@ -134,14 +146,17 @@ __device__ __forceinline__ void wgmma(float (&c)[N / 2], const std::uint32_t* a,
   }
 }
 
+#undef NSA_NAMES_32
 #undef NSA_NAMES_64
 #undef NSA_NAMES_128
 #undef NSA_NAMES_192
 #undef NSA_NAMES_256
+#undef NSA_OPERANDS_32
 #undef NSA_OPERANDS_64
 #undef NSA_OPERANDS_128
 #undef NSA_OPERANDS_192
 #undef NSA_OPERANDS_256
+#undef NSA_SHARED_32
 #undef NSA_SHARED_64
 #undef NSA_SHARED_128
 #undef NSA_SHARED_256
@@ -157,6 +172,19 @@ __device__ __forceinline__ void gemm_ss(float (&c)[N / 2], std::uint32_t a, int 
   for (int k = 0; k < D / 16; ++k)
     wgmma<T, N, false, false>(c, full_descriptor(a + k / 4 * (a_rows * 8) + k % 4 * 2),
                               full_descriptor(b + k / 4 * (b_rows * 8) + k % 4 * 2), k != 0);
+  wgmma_commit();
+}
+/// c += a^T * b^T over 64 rows of tile a: M of its columns, 64 at a time, against N rows of tile b. One batch.
+template <class T, int M, int N>
+__device__ __forceinline__ void gemm_ts(float (&c)[M * N / 128], std::uint32_t a, std::uint32_t b) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+#pragma unroll
+    for (int m = 0; m < M / 64; ++m)
+      wgmma<T, N, true, false>(reinterpret_cast<float(&)[N / 2]>(c[m * (N / 2)]),
+                               full_descriptor(a + m * (64 * 8) + k * 128), full_descriptor(b + k * 2), 1);
+  }
   wgmma_commit();
 }
 /// c += p * b, or c = p * b: p 64 x kRows as packed fragments (pack_rows), b a tile of kRows rows x N columns whose

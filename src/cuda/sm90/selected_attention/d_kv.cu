@@ -1,7 +1,7 @@
 // dK and dV of the selected blocks. The scheme is that of d_kv_mainloop.cuh: a thread block takes 64 keys of one KV
-// head and the queries that chose their block, from the lists of inverse_index.cu; the warpgroups take alternate
-// stages and their sums are added at the end. The rows of a stage are gathered by a copy for each query, or for each
-// row where queries have few.
+// head, or a block of 32, and the queries that chose their block, from the lists of inverse_index.cu; the warpgroups
+// take alternate stages and their sums are added at the end. The rows of a stage are gathered by a copy for each query,
+// or for each row where queries have few.
 //
 // Lists are cut into items (d_kv_schedule.h), which the thread blocks take in the order of their plan, each when it is
 // done with the one before. Key tiles of several items leave float32 partial sums that sum_items adds in order. dS^T,
@@ -18,10 +18,9 @@
 namespace nsa::cuda::sm90::selected_attention {
 namespace {
 
-/// As many as fit into shared memory.
-template <int Dk, int Dv>
-inline constexpr int kStages = Dk + Dv <= 256 ? 5 : 4;
-constexpr int kFar = 63;      // the last key of an item
+/// As many as fit into shared memory. Where warpgroups take no turns (kKeys = 32) the number is even.
+template <int Dk, int Dv, int kKeys>
+inline constexpr int kStages = Dk + Dv <= 256 ? (kKeys == 32 ? 6 : 5) : 4;
 constexpr int kMaxBoxes = 8;  // queries of a stage, for a copy each
 /// Of a thread that produces; those that compute share the rest.
 template <int Dk, int Dv>
@@ -35,20 +34,25 @@ struct ListKeyArgs : ListSchedule {
 
 /// What the warpgroups need to know of a stage.
 struct StageInfo {
-  std::int8_t lead[64];  // of a row: the last key that it sees; kFar: all
+  std::int8_t lead[64];  // of a row: the last key that it sees; kFar of the tile: all
   int all;               // every row sees every key
   int ds_rows;           // number of rows whose dS is stored
   char* ds;              // the slot of row 0 of warp 0
 };
 static_assert(sizeof(StageInfo) <= 256);
 
-template <int Dk, int Dv>
-struct Memory : KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>> {
-  using Base = KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>>;
-  static constexpr int kPart = 16;  // floats that a thread passes to the other warpgroup at a time
+template <int Dk, int Dv, int kKeyCount>
+struct Memory : KeyMemory<Dk, Dv, 1, kStages<Dk, Dv, kKeyCount>, kKeyCount> {
+  using Base = KeyMemory<Dk, Dv, 1, kStages<Dk, Dv, kKeyCount>, kKeyCount>;
+  static constexpr int kKeys = kKeyCount, kFar = kKeys - 1;  // of a tile; its last key
+  static constexpr int kPart = kKeys == 32 ? 4 : 16;  // floats that a thread passes to the other warpgroup at a time
   static constexpr int kItem = Base::kBytes, kSums = (kItem + 7 * 8 + 15) / 16 * 16;
-  static constexpr int kBytes = kSums + 2 * kPart * 128 * 4;
+  static constexpr int kOperands = (kSums + 2 * kPart * 128 * 4 + 1023) / 1024 * 1024, kOperandBytes = 32 * 128;
+  static constexpr int kBytes = kKeys == 32 ? kOperands + 2 * kOperandBytes : kSums + 2 * kPart * 128 * 4;
+  static_assert(kBytes <= 232448);
 
+  /// A warpgroup's P^T or dS^T, where they are operands in shared memory.
+  __device__ std::uint32_t operand(int warpgroup) const { return this->base + kOperands + warpgroup * kOperandBytes; }
   __device__ std::uint32_t item_full() const { return this->base + kItem; }
   __device__ std::uint32_t item_empty() const { return item_full() + 8; }
   /// Of the part of its sums that a warpgroup gives to the other one: it is there, it has been read.
@@ -69,9 +73,8 @@ struct Memory : KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>> {
 };
 
 /// Takes the next item as soon as the other warps have begun the one before: f(item). One warp.
-template <int Dk, int Dv, class F>
-__device__ __forceinline__ void take_items(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic,
-                                           const F& f) {
+template <class Memory, class F>
+__device__ __forceinline__ void take_items(const ListKeyArgs& args, const Memory& memory, char* dynamic, const F& f) {
   const int end = args.queue->end;
 #pragma unroll 1
   for (std::uint32_t phase = 1;; phase ^= 1) {
@@ -89,9 +92,8 @@ __device__ __forceinline__ void take_items(const ListKeyArgs& args, const Memory
 }
 /// f(item) for the items of this thread block, in the other warps. Fields are read where they are needed: registers are
 /// short.
-template <int Dk, int Dv, class F>
-__device__ __forceinline__ void for_items(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic,
-                                          const F& f) {
+template <class Memory, class F>
+__device__ __forceinline__ void for_items(const ListKeyArgs& args, const Memory& memory, char* dynamic, const F& f) {
 #pragma unroll 1
   for (std::uint32_t phase = 0;; phase ^= 1) {
     mbarrier_wait_warp(memory.item_full(), phase);
@@ -129,12 +131,12 @@ __device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volati
 /// Rows of Q or dO by TMA, `first` the address of a tile of them in stage 0. One warp: a lane copies one
 /// panel of one query. The swizzle follows the address, so that a query may begin at any row. Rows of no query become
 /// zeros, or stay so.
-template <int D, int Dk, int Dv>
-__device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map, const Memory<Dk, Dv>& memory,
+template <int D, class Memory>
+__device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map, const Memory& memory,
                                  std::uint32_t first, char* dynamic) {
   const int own = lane_id() / (D / 64), column = lane_id() % (D / 64) * 64, tile_row = own * args.packing.heads;
   const std::uint32_t to = first + column / 64 * kPanelBytes + tile_row * 128;
-  PipelineCount<kStages<Dk, Dv>> count;
+  PipelineCount<Memory::kStages> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const int batch = item.batch, head = item.kv_head * args.branch.geometry.group, query_row = item.query_row;
     for_stages(args, item, args.packing.slices, [&](const int(&queries)[2], int slice) {
@@ -145,8 +147,8 @@ __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map
       const int high = __shfl_sync(0xffffffffu, queries[1], tile_row), query = tile_row < 32 ? low : high;
       const int row = query < 0 ? args.terms.rows : query_row + query;  // past the end: zeros
       if (own < args.packing.queries)
-        tma_load(to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV), map, column,
-                 head + slice * args.packing.heads, row, batch, full);
+        tma_load(to + count.stage() * (Memory::kK + Memory::kV), map, column, head + slice * args.packing.heads, row,
+                 batch, full);
       count.advance();
     });
   });
@@ -154,11 +156,11 @@ __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map
 
 /// The same by copies of sixteen bytes, for groups of one slice. One warp: eight lanes copy a panel of a row at a time,
 /// of the eight rows that are theirs and the eight 32 further on.
-template <int D, int Dk, int Dv>
-__device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from, const Memory<Dk, Dv>& memory,
+template <int D, class Memory>
+__device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from, const Memory& memory,
                                    std::uint32_t first, char* dynamic) {
   const std::uint32_t to = first + lane_id() / 8 * 1024 + lane_id() % 8 * 16;
-  PipelineCount<kStages<Dk, Dv>> count;
+  PipelineCount<Memory::kStages> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const char* data = again(reinterpret_cast<const char*>(
         from.at<std::uint16_t>(item.batch, item.query_row, item.kv_head * args.branch.geometry.group) +
@@ -175,7 +177,7 @@ __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from,
         valid[i] = __ballot_sync(0xffffffffu, queries[i] >= 0) >> lane_id() / 8 * 8;
       }
       memory.rows().acquire_warp(count);
-      const std::uint32_t stage = to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
+      const std::uint32_t stage = to + count.stage() * (Memory::kK + Memory::kV);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         const std::uint32_t swizzled = (stage ^ k * 16) + k * 128;
@@ -194,9 +196,9 @@ __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from,
 }
 
 /// Rows of Q or dO. One warp.
-template <int D, int Dk, int Dv>
+template <int D, class Memory>
 __device__ __forceinline__ void produce_rows(const ListKeyArgs& args, const Strided& from, const CUtensorMap& map,
-                                             const Memory<Dk, Dv>& memory, std::uint32_t first, char* dynamic) {
+                                             const Memory& memory, std::uint32_t first, char* dynamic) {
   if (args.gather) {
     gather_rows<D>(args, from, memory, first, dynamic);
   } else {
@@ -205,9 +207,9 @@ __device__ __forceinline__ void produce_rows(const ListKeyArgs& args, const Stri
 }
 
 /// What there is per query row; zeros for rows of no query, which then add nothing. One warp.
-template <int Dk, int Dv>
-__device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
-  PipelineCount<kStages<Dk, Dv>> count;
+template <class Memory>
+__device__ inline void produce_terms(const ListKeyArgs& args, const Memory& memory, char* dynamic) {
+  PipelineCount<Memory::kStages> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const float* terms = item.terms;
     for_stages(args, item, args.packing.slices, [&](const int(&queries)[2], int slice) {
@@ -228,22 +230,22 @@ __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, D
 }
 
 /// Keys and values, and what the warpgroups need to know of a stage. One warp.
-template <int Dk, int Dv>
-__device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& maps, const Memory<Dk, Dv>& memory,
+template <int Dk, int Dv, class Memory>
+__device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& maps, const Memory& memory,
                                      char* dynamic) {
-  PipelineCount<kStages<Dk, Dv>> count;
+  PipelineCount<Memory::kStages> count;
   std::uint32_t keys_phase = 1;
   take_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     if (lane_id() == 0) {
       mbarrier_wait(memory.keys().empty(0), keys_phase);
-      mbarrier_arrive_expect_tx(memory.keys().full(0), Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
+      mbarrier_arrive_expect_tx(memory.keys().full(0), Memory::kKeyBytes + Memory::kValueBytes);
 #pragma unroll 1
       for (int c = 0; c < Dk / 64; ++c)
-        tma_load(memory.k(0) + c * kPanelBytes, maps.k, c * 64, item.kv_head, item.key_row, item.batch,
+        tma_load(memory.k(0) + c * Memory::kKeyPanelBytes, maps.k, c * 64, item.kv_head, item.key_row, item.batch,
                  memory.keys().full(0));
 #pragma unroll 1
       for (int c = 0; c < Dv / 64; ++c)
-        tma_load(memory.v(0) + c * kPanelBytes, maps.v, c * 64, item.kv_head, item.key_row, item.batch,
+        tma_load(memory.v(0) + c * Memory::kKeyPanelBytes, maps.v, c * 64, item.kv_head, item.key_row, item.batch,
                  memory.keys().full(0));
     }
     __syncwarp();
@@ -254,9 +256,9 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
     const int plane = (item.first_key & (args.branch.block_size - 1)) / SelectedDs::kPlaneKeys;
     char* ds = stored.data + plane * stored.plane() + stored.offset(args.packing.heads, 0, item.from, 0);
     for_stages(args, item, args.packing.slices, [&](const int(&queries)[2], int slice) {
-      const auto lead = [&](int query) { return query < 0 ? kFar : min(query + before, kFar); };
+      const auto lead = [&](int query) { return query < 0 ? Memory::kFar : min(query + before, Memory::kFar); };
       const int low = lead(queries[0]), high = lead(queries[1]);
-      const bool all = __all_sync(0xffffffffu, min(low, high) == kFar);
+      const bool all = __all_sync(0xffffffffu, min(low, high) == Memory::kFar);
       memory.rows().acquire_warp(count);
       auto& info = *reinterpret_cast<StageInfo*>(memory.info(dynamic, count.stage()));
       info.lead[lane_id()] = static_cast<std::int8_t>(low);
@@ -278,12 +280,12 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
 
 /// Adds to `kept` what the other warpgroup gives, and gives it `given`, part by part through shared memory. The order
 /// of the two summands does not change the sum. An even number of parts: the barriers end as they began.
-template <int Dk, int Dv, int kKept, int kGiven>
-__device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float (&given)[kGiven],
-                                              const Memory<Dk, Dv>& memory, char* dynamic, int warpgroup) {
-  constexpr int kPart = Memory<Dk, Dv>::kPart, kMax = std::max(kKept, kGiven);
+template <class Memory, int kKept, int kGiven>
+__device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float (&given)[kGiven], const Memory& memory,
+                                              char* dynamic, int warpgroup) {
+  constexpr int kPart = Memory::kPart, kMax = std::max(kKept, kGiven);
   static_assert(kKept % kPart == 0 && kGiven % kPart == 0 && kMax / kPart % 2 == 0);
-  auto* shared = reinterpret_cast<float4*>(dynamic + Memory<Dk, Dv>::kSums) + threadIdx.x % 128;
+  auto* shared = reinterpret_cast<float4*>(dynamic + Memory::kSums) + threadIdx.x % 128;
   float4* from = shared + (warpgroup ^ 1) * (kPart / 4 * 128);
   float4* to = shared + warpgroup * (kPart / 4 * 128);
 #pragma unroll
@@ -304,36 +306,28 @@ __device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float 
   }
 }
 
-/// `x`, a window's sum of some columns of 64 keys, plus that of the windows before. Whether it is complete; else the
+/// `x`, a window's sum of some columns of the keys, plus that of the windows before. Whether it is complete; else the
 /// windows behind find it.
-template <int D>
-__device__ __forceinline__ bool add_windows(const SelectedWindows& windows, int cut, float (&x)[D / 2], int batch,
-                                            std::int64_t first, int kv_head, int column, int keys) {
+template <int kKeys, int D>
+__device__ __forceinline__ bool add_windows(const SelectedWindows& windows, int cut, float (&x)[D * kKeys / 128],
+                                            int batch, std::int64_t first, int kv_head, int column, int keys) {
   if (cut == 0) return true;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int key = warp * 16 + lane / 4 + 8 * i;
-    if (key >= keys) continue;
-    float* so_far = windows.sums.at<float>(batch, first + key, kv_head) + column + 2 * (lane & 3);
-    if (cut & SelectedWindows::kBefore) {
-#pragma unroll
-      for (int n = 0; n < D / 8; ++n) {
-        const float2 before = *reinterpret_cast<const float2*>(so_far + n * 8);
-        x[4 * n + 2 * i] += before.x, x[4 * n + 2 * i + 1] += before.y;
-      }
-    }
-    if (cut & SelectedWindows::kAfter) {
-#pragma unroll
-      for (int n = 0; n < D / 8; ++n) store_pair(so_far + n * 8, x[4 * n + 2 * i], x[4 * n + 2 * i + 1]);
-    }
-  }
+  const auto so_far = [&](int key, int n) { return windows.sums.at<float>(batch, first + key, kv_head) + column + n; };
+  if (cut & SelectedWindows::kBefore)
+    for_pairs<kKeys, D>(x, keys, [&](int key, int n, float& left, float& right) {
+      const float2 before = *reinterpret_cast<const float2*>(so_far(key, n));
+      left += before.x, right += before.y;
+    });
+  if (cut & SelectedWindows::kAfter)
+    for_pairs<kKeys, D>(x, keys,
+                        [&](int key, int n, float left, float right) { store_pair(so_far(key, n), left, right); });
   return (cut & SelectedWindows::kAfter) == 0;
 }
 
-template <class T, int Dk, int Dv>
-__device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
+template <class T, int Dk, int Dv, class Memory>
+__device__ inline void consume(const ListKeyArgs& args, const Memory& memory, char* dynamic) {
   const int lane = threadIdx.x % 32, warpgroup = warp_uniform(threadIdx.x / 128);
+  constexpr bool kNarrow = Memory::kKeys == 32;
   const BackwardArgs& branch = args.branch;
   const std::uint32_t k = descriptor(memory.k(0), 16), v = descriptor(memory.v(0), 16);
   // Turns also keep a warpgroup from getting ahead by a round of the ring, where an odd number of stages makes the
@@ -343,45 +337,80 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   const auto consumer_release = [&](int stage) {
     memory.rows().release(stage);
   };  // every lane has read the rows' terms
-  PipelineCount<kStages<Dk, Dv>> count;
-  const auto mask = [&](float(&s)[32]) {
+  PipelineCount<Memory::kStages> count;
+  const auto mask = [&](auto& s) {
     const auto& info = *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, count.stage()));
     if (info.all) return;
-    const int first_key = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    if constexpr (kNarrow) {
+      const int first_row = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+      for (int i = 0; i < 16; ++i)
+        if (i / 4 * 8 + 2 * (lane & 3) + i % 2 > info.lead[first_row + i / 2 % 2 * 8]) s[i] = args.masked;
+    } else {
+      const int first_key = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (first_key + i / 2 * 8 > info.lead[8 * j + 2 * (lane & 3) + i % 2]) s[4 * j + i] = args.masked;
+      for (int j = 0; j < 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (first_key + i / 2 * 8 > info.lead[8 * j + 2 * (lane & 3) + i % 2]) s[4 * j + i] = args.masked;
+      }
     }
   };
-  /// A pair of rows and two keys of each are neighbours in a lane as in memory.
-  const auto leave = [&](const std::uint32_t(&ds)[16], int stage) {
+  /// dS^T of the sixteen keys of a plane and query rows from `first` on, as an A operand: a pair of rows and two keys
+  /// of each are neighbours in a lane as in memory.
+  const auto store_ds = [&](const auto& ds, int stage, int plane, int first) {
     const auto& info = *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, stage));
-    const int warp = threadIdx.x / 32 % 4, column = 2 * (lane & 3), rows = info.ds_rows - column;
-    if (rows <= 0 || warp >= args.planes) return;
-    char* to = info.ds + warp * branch.selected_ds.plane() + SelectedDs::stored_vector(lane);
+    const int rows = info.ds_rows - first - 2 * (lane & 3);
+    if (rows <= 0 || plane >= args.planes) return;
+    char* to =
+        info.ds + plane * branch.selected_ds.plane() + first * SelectedDs::kRow + SelectedDs::stored_vector(lane);
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
+    for (int j = 0; j < static_cast<int>(sizeof(ds) / 8); ++j)
       if (8 * j < rows)
         __stcs(reinterpret_cast<uint2*>(to + 8 * j * SelectedDs::kRow), make_uint2(ds[2 * j], ds[2 * j + 1]));
+  };
+  const auto leave = [&](const std::uint32_t(&ds)[16], int stage) { store_ds(ds, stage, threadIdx.x / 32 % 4, 0); };
+  /// The same from the operand in shared memory. A warp has a plane and 32 rows.
+  const auto leave_operand = [&](int stage) {
+    if (!branch.selected_ds.data) return;
+    const int warp = threadIdx.x / 32 % 4, key = warp % 2 * 16 + (lane & 15);
+    const std::uint32_t row = memory.operand(warpgroup) + key * 128;
+    std::uint32_t ds[8];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      ldmatrix4(reinterpret_cast<std::uint32_t(&)[4]>(ds[4 * i]),
+                row + ((warp / 2 * 4 + 2 * i + lane / 16) ^ (key & 7)) * 16);
+    store_ds(ds, stage, warp % 2, warp / 2 * 32);
   };
   /// Waits for a stage. Rows that threads copied are for the tensor cores to see.
   const auto arrived = [&] {
     memory.rows().wait_warp(count);
     if (args.gather) fence_async();
   };
-  if (warpgroup == 1) pass_turn();
+  if (!kNarrow && warpgroup == 1) pass_turn();
   std::uint32_t keys_phase = 0;
   int all_stages = 0;  // of the items so far: stages of odd number are the second warpgroup's
-  KeyGradients<T, Dk, Dv> gradients;
+  std::conditional_t<kNarrow, NarrowKeyGradients<T, Dk, Dv>, KeyGradients<T, Dk, Dv>> gradients;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     gradients.clear();
     mbarrier_wait_warp(memory.keys().full(0), keys_phase);
     keys_phase ^= 1;
     count.count = all_stages + ((all_stages ^ warpgroup) & 1);
     all_stages += item.stages;
-    if (count.count < all_stages) {
+    if constexpr (kNarrow) {
+      if (count.count < all_stages) {
+        const std::uint32_t operand = memory.operand(warpgroup);
+        arrived();
+        gradients.first(memory, k, v, operand, count.stage(), args.scale, mask, leave_operand);
+#pragma unroll 1
+        for (count.count += 2; count.count < all_stages; count.count += 2) {
+          arrived();
+          gradients.next(memory, k, v, operand, count.before(2), count.stage(), args.scale, mask, consumer_release,
+                         leave_operand);
+        }
+        gradients.last(memory, operand, count.before(2), consumer_release);
+      }
+    } else if (count.count < all_stages) {
       arrived();
       take_turn();
       gradients.first(memory, k, v, count.stage(), args.scale, mask, pass_turn, leave);
@@ -404,29 +433,29 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
       exchange_sums(gradients.dk, gradients.dv, memory, dynamic, 0);
       if (slot >= 0) {
         gradients.store_partial_dk(partial, keys);
-      } else if (add_windows<Dk>(branch.windows, item.cut, gradients.dk, item.batch, item.key_row, item.kv_head, 0,
-                                 keys)) {
+      } else if (add_windows<Memory::kKeys, Dk>(branch.windows, item.cut, gradients.dk, item.batch, item.key_row,
+                                                item.kv_head, 0, keys)) {
         gradients.store_dk(branch, item.batch, item.key_row, item.kv_head, keys);
       }
     } else {
       exchange_sums(gradients.dv, gradients.dk, memory, dynamic, 1);
       if (slot >= 0) {
         gradients.store_partial_dv(partial, keys);
-      } else if (add_windows<Dv>(branch.windows, item.cut, gradients.dv, item.batch, item.key_row, item.kv_head, Dk,
-                                 keys)) {
+      } else if (add_windows<Memory::kKeys, Dv>(branch.windows, item.cut, gradients.dv, item.batch, item.key_row,
+                                                item.kv_head, Dk, keys)) {
         gradients.store_dv(branch, item.batch, item.key_row, item.kv_head, keys);
       }
     }
   });
-  if ((all_stages & 1) == warpgroup) take_turn();  // that was passed last: no barrier is left half full
+  if (!kNarrow && (all_stages & 1) == warpgroup) take_turn();  // that was passed last: no barrier is left half full
 }
 
-template <class T, int Dk, int Dv>
+template <class T, int Dk, int Dv, int kKeys>
 __global__ void __launch_bounds__(384, 1)
     selected_d_kv(const __grid_constant__ ListKeyArgs args, const __grid_constant__ KeyMaps maps) {
   if (should_fall_back(*args.branch.fallback.flag)) return;
   extern __shared__ __align__(1024) char dynamic[];
-  const Memory<Dk, Dv> memory{shared_address(dynamic)};
+  const Memory<Dk, Dv, kKeys> memory{shared_address(dynamic)};
   if (threadIdx.x == 0) memory.init(args.gather ? 32 : 1);
   if (args.packing.rows < 64) memory.clear_stages(dynamic);
   __syncthreads();
@@ -440,7 +469,7 @@ __global__ void __launch_bounds__(384, 1)
     } else if (warp == 10) {
       produce_terms(args, memory, dynamic);
     } else {
-      produce_items(args, maps, memory, dynamic);
+      produce_items<Dk, Dv>(args, maps, memory, dynamic);
     }
   } else {
     warpgroup_reg_alloc<(504 - kProducerRegisters<Dk, Dv>) / 2>();
@@ -457,19 +486,15 @@ __global__ void __launch_bounds__(256) sum_items(const __grid_constant__ ListKey
                   item.cut);
 }
 
-}  // namespace
-
-template <>
-cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const BackwardArgs& branch,
-                                                                          cudaStream_t stream) {
-  constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
+template <class T, int Dk, int Dv, int kKeys>
+cudaError_t launch_keys(const BackwardArgs& branch, cudaStream_t stream) {
   const Geometry& g = branch.geometry;
   const ListWork work(g, branch.lists, branch.windows.several);
   if (work.items == 0) return cudaSuccess;
   const float scale = log2_scale(branch.scale);
   ListKeyArgs args{ListSchedule(branch, work), scale, masked_score(scale)};
   args.gather = args.packing.queries > kMaxBoxes;
-  args.planes = std::min(branch.block_size, 64) / SelectedDs::kPlaneKeys;
+  args.planes = std::min(branch.block_size, kKeys) / SelectedDs::kPlaneKeys;
   KeyMaps maps;
   // One query each: a stage gathers them.
   const int heads = args.packing.heads, batches = tensor_batches(g);
@@ -478,17 +503,27 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   if (error == cudaSuccess) error = make_tensor_map(maps.q, branch.q, Dk, g.heads, query_rows(g), batches, heads, 1);
   if (error == cudaSuccess)
     error = make_tensor_map(maps.d_o, branch.d_o, Dv, g.heads, query_rows(g), batches, heads, 1);
-  if (error == cudaSuccess) error = make_key_tensor_map(maps.k, branch.k, g, Dk, false, 64);
-  if (error == cudaSuccess) error = make_key_tensor_map(maps.v, branch.v, g, Dv, false, 64);
-  if (error == cudaSuccess) error = make_row_terms(branch, stream, !kSideBySide<Dk, Dv>);
+  if (error == cudaSuccess) error = make_key_tensor_map(maps.k, branch.k, g, Dk, false, kKeys);
+  if (error == cudaSuccess) error = make_key_tensor_map(maps.v, branch.v, g, Dv, false, kKeys);
+  if (error == cudaSuccess) error = make_row_terms(branch, stream, kKeys == 64 && !kSideBySide<Dk, Dv>);
   if (error == cudaSuccess) error = make_schedule(args, stream);
   const auto most = static_cast<unsigned>(work.items);
   if (error == cudaSuccess)
-    error = launch(selected_d_kv<NSA_ELEMENT, Dk, Dv>, std::min<unsigned>(most, num_sms), 384, Memory<Dk, Dv>::kBytes,
-                   stream, args, maps);
+    error = launch(selected_d_kv<T, Dk, Dv, kKeys>, std::min<unsigned>(most, num_sms), 384,
+                   Memory<Dk, Dv, kKeys>::kBytes, stream, args, maps);
   if (error != cudaSuccess) return error;
   const dim3 sums(static_cast<unsigned>(work.sums), 1, kSumBlocks);
-  return launch(sum_items<NSA_ELEMENT>, sums, 256, 0, stream, args, Dk, Dv);
+  return launch(sum_items<T>, sums, 256, 0, stream, args, Dk, Dv);
+}
+
+}  // namespace
+
+template <>
+cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const BackwardArgs& branch,
+                                                                          cudaStream_t stream) {
+  constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
+  return branch.block_size == 32 ? launch_keys<NSA_ELEMENT, Dk, Dv, 32>(branch, stream)
+                                 : launch_keys<NSA_ELEMENT, Dk, Dv, 64>(branch, stream);
 }
 
 }  // namespace nsa::cuda::sm90::selected_attention
