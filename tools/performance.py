@@ -14,7 +14,7 @@ from tables.decoding import decode
 from tables.end_to_end import cpu_end_to_end, cpu_operations, gpu_end_to_end, gpu_h100, gpu_recipe
 from tables.llama import llama
 from tables.operations import operations, portable, through_python
-from tables.peers import peers
+from tables.peers import dense_backward, peers
 from tables.text import ROOT, fill, table
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -35,6 +35,7 @@ SECTIONS = [
     gpu_recipe,
     gpu_h100,
     peers,
+    dense_backward,
     operations,
     through_python,
     decode,
@@ -51,17 +52,15 @@ def ratios():
     rows = [["speedup, by sequence length", "setting", *map(str, lengths)]]
     rows.append(["H200, training step, over full attention", "recipe", *training(lengths)])
     recipe, bench = Bench("bench_recipe.json"), Bench("bench_cuda.json")
-    for pass_name, title in PASSES.items():
-        ours, dense = recipe.times(pass_name, recipe.phi), recipe.fastest_dense(pass_name)
-        cells = (f"{dense[n] / ours[n]:.1f}" if n in dense and n in ours else "" for n in lengths)
-        rows.append([f"H200, {title}, over the fastest dense attention", "recipe", *cells])
-    for pass_name, title in PASSES.items():
-        end_to_end, dense = bench.results(pass_name, bench.phi), bench.fastest_dense(pass_name)
-        ours = {length: 1e3 * r["seconds"] for length, r in end_to_end.items()}
-        peer = {length: 1e3 * r["peer_s"] for length, r in end_to_end.items() if r.get("peer")}
-        for name, other in (("the fastest dense attention", dense), ("the fastest other NSA implementation", peer)):
-            cells = (f"{other[n] / ours[n]:.1f}" if n in other and n in ours else "" for n in lengths)
-            rows.append([f"H200, {title}, over {name}", "paper", *cells])
+    for name, run in (("recipe", recipe), ("paper", bench)):
+        for pass_name, title in PASSES.items():
+            cells = (run.over_dense(pass_name, n, 1) for n in lengths)
+            rows.append([f"H200, {title}, over the fastest dense attention", name, *cells])
+            found = run.results(pass_name, run.phi)
+            over_peer = {n: r["peer_s"] / r["seconds"] for n, r in found.items() if r.get("peer")}
+            if over_peer:
+                cells = (f"{over_peer[n]:.1f}" if n in over_peer else "" for n in lengths)
+                rows.append([f"H200, {title}, over the fastest other NSA implementation", name, *cells])
     cpu = Bench("bench_bfloat16.json")
     for pass_name, title in PASSES.items():
         found = {r["length"]: r for r in cpu.all["ratios"] if r["pass"] == pass_name}
@@ -71,8 +70,8 @@ def ratios():
         rows.append([f"CPU (2 threads), {title}, over dense attention (torch)", "paper", *cells])
     note = (
         "Recipe: the [default of nsa train](docs/guide/training.md#recipe-or-paper). Below the first row attention "
-        f"alone, in bfloat16, with {bench.blocks().split(' (')[0]} on the GPU. \\* Dense time extrapolated. Details: "
-        "[performance](docs/performance.md)."
+        f"alone, in bfloat16, with {bench.blocks().split(' (')[0]} on the GPU. \\* Dense time extrapolated. ≤: "
+        "FlashAttention-3 is not measured there. Details: [performance](docs/performance.md)."
     )
     return f"{table(rows)}\n\n{fill(note)}"
 

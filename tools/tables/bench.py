@@ -25,7 +25,15 @@ class Bench:
 
     def times(self, op, variant):
         """Milliseconds by length."""
+        if self.borrows(op, variant):
+            rows = read("dense_backward.json")["ms"]["128/128"]
+            return {int(length): sum(row["flash3"].values()) for length, row in rows.items()}
         return {length: 1e3 * r["seconds"] for length, r in self.results(op, variant).items()}
+
+    def borrows(self, op="dense_forward_backward", variant="flash3"):
+        """Whether the package of FlashAttention-3 had no backward: its times are those of dense_backward.json."""
+        borrowed = op == "dense_forward_backward" and variant == "flash3" and not self.results(op, variant)
+        return borrowed and bool(self.results("dense_forward", "flash3"))
 
     def fastest_dense(self, pass_name):
         """Milliseconds of the fastest dense attention by length."""
@@ -34,6 +42,15 @@ class Bench:
             for length, ms in self.times(f"dense_{pass_name}", form).items():
                 fastest[length] = min(ms, fastest.get(length, ms))
         return fastest
+
+    def over_dense(self, pass_name, length, digits):
+        """Ratio of the fastest dense attention to NSA; at most that where one was measured at other lengths only."""
+        fastest = self.fastest_dense(pass_name).get(length)
+        ours = self.times(pass_name, self.phi).get(length)
+        if not fastest or not ours:
+            return ""
+        all_forms = [times for form in DENSE if (times := self.times(f"dense_{pass_name}", form))]
+        return ("" if all(length in times for times in all_forms) else "≤ ") + f"{fastest / ours:.{digits}f}"
 
     def problem(self):
         s = self.settings
@@ -59,7 +76,8 @@ def crossovers(bench, rivals=("dense",)):
             elif found <= shortest:
                 places.append(f"at every measured length ({title})")
             else:
-                places.append(f"from {round(found, -2):.0f} tokens on ({title}, interpolated)")
+                over = ", over cuDNN" if pass_name == "forward_backward" and bench.borrows() else ""
+                places.append(f"from {round(found, -2):.0f} tokens on ({title}, interpolated{over})")
         sentences.append(f"NSA is faster than {RIVALS[rival]} {' and '.join(places)}.")
     return fill(" ".join(sentences))
 

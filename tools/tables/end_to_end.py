@@ -13,7 +13,6 @@ def gpu_times(bench):
     rows = [["", "length", *columns, "other NSA", "fastest dense / NSA", "other / NSA"]]
     for pass_name, title in PASSES.items():
         dense = {form: bench.times(f"dense_{pass_name}", form) for form in forms}
-        fastest = bench.fastest_dense(pass_name)
         for length, r in bench.results(pass_name, bench.phi).items():
             if length & (length - 1):
                 continue  # measured for the crossover
@@ -21,7 +20,7 @@ def gpu_times(bench):
             row = [title, str(length), *(figure(bench.times(pass_name, phi).get(length)) for phi in phis)]
             row += [figure(dense[form].get(length)) for form in forms]
             row += [f"{figure(peer)} ({r['peer']})" if peer else ""]
-            rows.append([*row, ratio(fastest.get(length), nsa), ratio(peer, nsa)])
+            rows.append([*row, bench.over_dense(pass_name, length, 2), ratio(peer, nsa)])
     return table(rows if peers else [[*row[:-3], row[-2]] for row in rows])
 
 
@@ -31,7 +30,7 @@ def gpu_end_to_end():
     attends = "the blocks that it selects" if own else "given blocks; its own selection still runs"
     yield "## End to end on a GPU, against dense attention"
     yield "![attention time over context length on a GPU, with the stages of NSA](images/cuda_time.png)"
-    backward = "" if bench.times("dense_forward_backward", "flash3") else ", whose package has no backward"
+    backward = ", whose backward is [of another run](#dense-attention-with-its-backward)" if bench.borrows() else ""
     unit = (
         f"Medians in ms, L2 flushed before each call. NSA includes compression and attends to {attends}. Dense "
         f"attention is cuDNN and FlashAttention-2 through torch, and FlashAttention-3{backward}. "

@@ -3,6 +3,7 @@
 from tables.text import fill, gpu_of, pair, read, source, table
 
 NAMES = {"nsa": "this", "xunhaolai": "XunhaoLai", "flash_nsa": "flash_nsa"}
+DENSE = ("cudnn", "flash3", "flash4")
 NAMES |= {"cudnn": "dense: cuDNN"} | {f"flash{version}": f"dense: FlashAttention-{version}" for version in (2, 3, 4)}
 
 
@@ -48,3 +49,15 @@ def peers():
 
 def table_with_dense(result):
     return peers_table(result, whole_or_dense)
+
+
+def dense_backward():
+    result = read("dense_backward.json")
+    yield "## Dense attention with its backward"
+    packages = ", ".join(f"{NAMES[name].removeprefix('dense: ')} of {package}" for name, package in result["packages"].items())
+    unit = f"Forward / backward in ms, torch {result['torch']}, {packages}. All agree with float32 to 3e-3."
+    yield source(gpu_of(result), result, result["problem"], unit)
+    rows = [["head dims", "length", *(NAMES[name].removeprefix("dense: ") for name in DENSE)]]
+    for dims, lengths in result["ms"].items():
+        rows += [[dims, length, *(pair(found.get(name)) for name in DENSE)] for length, found in lengths.items()]
+    yield table(rows)
