@@ -71,7 +71,7 @@ def ratios():
     note = (
         "Recipe: the [default of nsa train](docs/guide/training.md#recipe-or-paper). Below the first row attention "
         f"alone, in bfloat16, with {bench.blocks().split(' (')[0]} on the GPU. \\* Dense time extrapolated. ≤: "
-        "FlashAttention-3 is not measured there. Details: [performance](docs/performance.md)."
+        "without FlashAttention-3. [Details](docs/performance.md)."
     )
     return f"{table(rows)}\n\n{fill(note)}"
 

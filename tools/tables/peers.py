@@ -54,10 +54,11 @@ def table_with_dense(result):
 def dense_backward():
     result = read("dense_backward.json")
     yield "## Dense attention with its backward"
-    packages = ", ".join(f"{NAMES[name].removeprefix('dense: ')} of {package}" for name, package in result["packages"].items())
+    title = {name: NAMES[name].removeprefix("dense: ") for name in DENSE}
+    packages = ", ".join(f"{title[name]} of {package}" for name, package in result["packages"].items())
     unit = f"Forward / backward in ms, torch {result['torch']}, {packages}. All agree with float32 to 3e-3."
     yield source(gpu_of(result), result, result["problem"], unit)
-    rows = [["head dims", "length", *(NAMES[name].removeprefix("dense: ") for name in DENSE)]]
+    rows = [["head dims", "length", *title.values()]]
     for dims, lengths in result["ms"].items():
         rows += [[dims, length, *(pair(found.get(name)) for name in DENSE)] for length, found in lengths.items()]
     yield table(rows)
