@@ -70,8 +70,8 @@ def ratios():
         rows.append([f"CPU (2 threads), {title}, over dense attention (torch)", "paper", *cells])
     note = (
         "Recipe: the [default of nsa train](docs/guide/training.md#recipe-or-paper). Below the first row attention "
-        f"alone, in bfloat16, with {bench.blocks().split(' (')[0]} on the GPU. \\* Dense time extrapolated. ≤: "
-        "without FlashAttention-3. [Details](docs/performance.md)."
+        f"alone, in bfloat16, with {bench.blocks().split(' (')[0]} on the GPU. \\* Extrapolated. ≤: without FlashAttention-3. "
+        "[Details](docs/performance.md)."
     )
     return f"{table(rows)}\n\n{fill(note)}"
 
