@@ -69,8 +69,8 @@ def ratios():
         )
         rows.append([f"CPU (2 threads), {title}, over dense attention (torch)", "paper", *cells])
     note = (
-        "Recipe: the [default of nsa train](docs/guide/training.md#recipe-or-paper). Below the first row attention "
-        f"alone, in bfloat16, with {bench.blocks().split(' (')[0]} on the GPU. \\* Extrapolated. ≤: without FlashAttention-3. "
+        "Recipe: [of nsa train](docs/guide/training.md#recipe-or-paper). Below the first row attention alone, "
+        f"bfloat16, {bench.blocks().split(' (')[0]} on the GPU. \\* Extrapolated. ≤: without FlashAttention-3. "
         "[Details](docs/performance.md)."
     )
     return f"{table(rows)}\n\n{fill(note)}"
