@@ -34,26 +34,42 @@ double margin(std::span<const float> logits) {
 
 std::int64_t Sampler::sample(std::span<const float> logits) {
   if (config_.temperature == 0) return most_likely(logits);
-  std::vector<std::size_t> order(logits.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return logits[a] > logits[b]; });
-  if (config_.top_k > 0) order.resize(std::min(order.size(), static_cast<std::size_t>(config_.top_k)));
+  // A heap, because a draw seldom gets far into a large vocabulary: sorting all of it would take most of the time.
+  std::vector<std::size_t> left(logits.size()), order;
+  std::iota(left.begin(), left.end(), 0);
+  const auto comes_later = [&](std::size_t a, std::size_t b) {
+    return logits[a] < logits[b] || (logits[a] == logits[b] && a > b);
+  };
+  std::make_heap(left.begin(), left.end(), comes_later);
+  const auto weight = [&, highest = static_cast<double>(logits[left[0]])](std::size_t token) {
+    return std::exp((static_cast<double>(logits[token]) - highest) / config_.temperature);
+  };
+  // The token with the i-th highest logit.
+  const auto token_at = [&](std::size_t i) {
+    while (order.size() <= i) {
+      std::pop_heap(left.begin(), left.end(), comes_later);
+      order.push_back(left.back());
+      left.pop_back();
+    }
+    return order[i];
+  };
 
-  std::vector<double> weights;
+  const bool all = config_.top_k == 0 || static_cast<std::size_t>(config_.top_k) >= logits.size();
+  const std::size_t candidates = all ? logits.size() : static_cast<std::size_t>(config_.top_k);
   double total = 0;
-  for (const std::size_t token : order) {
-    weights.push_back(
-        std::exp((static_cast<double>(logits[token]) - static_cast<double>(logits[order[0]])) / config_.temperature));
-    total += weights.back();
-  }
-  double kept = 0;
-  std::size_t count = 0;
-  while (count < weights.size() && kept < config_.top_p * total) kept += weights[count++];
+  for (std::size_t i = 0; i < candidates; ++i) total += weight(all ? i : token_at(i));
+  double kept = config_.top_p < 1 ? 0 : total;
+  std::size_t count = config_.top_p < 1 ? 0 : candidates;
+  while (count < candidates && kept < config_.top_p * total) kept += weight(token_at(count++));
 
-  double left = random_.uniform() * kept;
+  double drawn = random_.uniform() * kept;
   std::size_t i = 0;
-  while (i + 1 < count && left >= weights[i]) left -= weights[i++];
-  return static_cast<std::int64_t>(order[i]);
+  for (; i + 1 < count; ++i) {
+    const double share = weight(token_at(i));
+    if (drawn < share) break;
+    drawn -= share;
+  }
+  return static_cast<std::int64_t>(token_at(i));
 }
 
 }  // namespace nsa::lm
