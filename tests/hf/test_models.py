@@ -795,6 +795,9 @@ def test_calls_that_cannot_be_are_refused():
     for shape in ((2, 20), (1, 21), (1, 19)):
         with pytest.raises(ValueError, match=rf"^attention_mask: {re.escape(str(shape))}: must be \(1, 20\): "):
             model(ids, attention_mask=torch.ones(shape))
+        with pytest.raises(ValueError, match=rf"^attention_mask: {re.escape(str(shape))}: must be \(1, 20\): "):
+            padded_rows = torch.ones(shape).index_fill(1, torch.tensor(0), 0)  # generate leaves out what is all ones
+            model.generate(ids, attention_mask=padded_rows, max_new_tokens=2)
     with torch.no_grad():
         cache = model(ids, use_cache=True).cache
         with pytest.raises(ValueError, match=r"^attention_mask: \(1, 20\): must be \(1, 40\): rows, tokens seen and "):

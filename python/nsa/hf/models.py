@@ -390,10 +390,6 @@ class _SparseModel(_Sparse):
                 expected = "(B, S)" + (", (3, B, S) or (4, B, S)" if self._has_axes else "")
                 raise ValueError(f"position_ids: {tuple(position_ids.shape)}: must be {expected}")
             axes, position_ids = position_ids[-3:], position_ids[0] if position_ids.shape[0] == 4 else None
-        elif position_ids is not None:  # of another shape no restart of a document would be seen
-            batch, length = hidden_states.shape[:2]
-            if position_ids.dim() != 2 or position_ids.shape[1] != length or position_ids.shape[0] not in (1, batch):
-                raise ValueError(f"position_ids: {tuple(position_ids.shape)}: must be (B = {batch} or 1, S = {length})")
         layout = self._layout(hidden_states, attention_mask, position_ids, cache, kwargs)
         self._rotate_by_axes(layout, axes, hidden_states, cache)
         dense: dict[str, Any] = {"position_embeddings": None}
@@ -448,6 +444,10 @@ class _SparseModel(_Sparse):
             tokens = mask.bool().index_select(1, new)
             if is_padded(tokens, mask, wait=not isinstance(seen, Tensor)) or isinstance(seen, Tensor):
                 layout.rows, layout.tokens, layout.max_seqlen = Rows.of(tokens), tokens, length
+        if position_ids is not None:  # after the mask, from which `generate` computes them
+            given = tuple(position_ids.shape)
+            if given not in ((1, length), (batch, length)):  # no restart of a document would be seen
+                raise ValueError(f"position_ids: {given}: must be (B = {batch} or 1, S = {length})")
         cu_seqlens = self_attention_offsets(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
         if cu_seqlens is not None and layout.rows is not None:
             raise ValueError("cu_seq_lens_q: must be None with padding in attention_mask")
