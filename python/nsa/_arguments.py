@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from operator import index
@@ -125,6 +126,11 @@ def check_sizes(largest: int = 2**31 - 1, **sizes: int | None) -> None:
     for name, value in sizes.items():
         if value is not None and not 1 <= value <= largest:
             raise ValueError(f"{name} = {value}: must be >= 1 and <= {largest}")
+
+
+def validates_devices() -> bool:
+    """Returns whether NSA_VALIDATE asks to read and check what tensors on a GPU hold; the operators read it so, too."""
+    return os.environ.get("NSA_VALIDATE", "0") not in ("", "0")
 
 
 def check_offsets(cu_seqlens: Tensor, name: str = "cu_seqlens") -> None:

@@ -7,7 +7,6 @@ and the compression of the next block need in rings, of which each running reque
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ._arguments import check_sizes, check_type, check_usable, checked
+from ._arguments import check_sizes, check_type, check_usable, checked, validates_devices
 from ._first_chunk import prefill_empty_rows
 from ._pages import check_sharing
 from ._registration import call, ops
@@ -231,7 +230,7 @@ class Step:
         self._page_sizes = {"k_slc": page_size, "k_c": compressed_page_size(cfg, page_size)}
         self._last_pages: dict[str, int] = {}
         new = [b - a for a, b in pairwise(starts)]
-        if not seq_lens.is_cuda or os.environ.get("NSA_VALIDATE") == "1":
+        if not seq_lens.is_cuda or validates_devices():
             _check_values(new, seq_lens, block_table, block_table_c, cfg, max_length, page_size, slot_mapping)
             for name, table in (("block_table", block_table), ("block_table_c", block_table_c)):
                 self._last_pages[name] = int(table.max()) if table.numel() else -1

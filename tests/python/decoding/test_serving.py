@@ -255,6 +255,19 @@ def test_a_chunk_that_begins_its_prompt(bounds, firsts, monkeypatch):
     assert torch.equal(found, expected) and all(torch.equal(a, b) for a, b in zip(*layers, strict=True))
 
 
+@pytest.mark.parametrize(("value", "read"), [("", False), ("0", False), ("1", True), ("2", True), ("true", True)])
+def test_a_step_reads_a_device_where_the_operators_do(value, read, monkeypatch):
+    """Its tensors are on the host; a GPU is what they say they are on."""
+    monkeypatch.setenv("NSA_VALIDATE", value)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    wrong = good() | {"seq_lens": torch.tensor([5, 20, 49], dtype=torch.int32)}
+    if not read:
+        Step(**wrong)
+        return
+    with pytest.raises(ValueError, match=r"^seq_lens\[2\] = 49: must be 3"):
+        Step(**wrong)
+
+
 def test_no_other_memory_changes():
     layer = memory()
     before = [t.clone() for t in layer]
