@@ -75,6 +75,15 @@ _SHARED = ("k_swa_ring", "v_swa_ring", "v_cmp_ring")
 """Members that may be None where a layer's memory for the selected branch has them."""
 
 
+_NAMES = (
+    {f"cache.{name}": f"layer.{name}" for name in LayerCache._fields}
+    | {f"cache.{name}": name for name in ("overflow", "k_scale", "v_scale")}
+    | {f"cache.block_table{end}": f"block_table{end}" for end in ("", "_c", "_swa", "_cmp")}
+    | {"cache.cache_seqlens": "seq_lens"}
+)
+"""Names of the operators' arguments here, for messages."""
+
+
 @checked
 def allocate(
     cfg: NSAConfig,
@@ -350,7 +359,11 @@ class Step:
             q, k, v, k_slc, v_slc, k_swa, v_swa, gates = tensors
             keys, values = (k, k_slc, k_swa), (v, v_slc, v_swa)
             options = (weights, None, rope, softmax_scale, num_new, False)
-            return _step(step, q, keys, values, gates, rows.of(layer, k_scale, v_scale), *options)  # type: ignore[arg-type, return-value]
+
+            def named(*arguments: Any, names: dict[str, str]) -> Any:
+                return step(*arguments, names=names | _NAMES)
+
+            return _step(named, q, keys, values, gates, rows.of(layer, k_scale, v_scale), *options)  # type: ignore[arg-type, return-value]
 
         o = q.new_empty(self.num_tokens, q.shape[1], v.shape[2])
         if self._decodes is not None:
@@ -375,12 +388,7 @@ class Step:
             raise RuntimeError("Step: a request exceeded its capacity and its tokens were dropped: it needs more pages")
 
 
-_PAGED_NAMES = (
-    {f"cache.{name}": f"layer.{name}" for name in LayerCache._fields}
-    | {f"cache.{name}": name for name in ("overflow", "k_scale", "v_scale")}
-    | {f"cache.block_table{end}": f"block_table{end}" for end in ("", "_c", "_swa", "_cmp")}
-    | {"cache.cache_seqlens": "seq_lens", "prefill": "decode_paged", "decode": "decode_paged"}
-)
+_PAGED_NAMES = _NAMES | {"prefill": "decode_paged", "decode": "decode_paged"}
 """Names of the operator's arguments in `decode_paged`, for messages."""
 
 
@@ -532,9 +540,8 @@ def fork(
     lengths = torch.tensor([parent_length, 0], dtype=torch.int32, device=block_table.device)
     tables = [t.flip(0) if flipped else t for t in (lengths, block_table, block_table_c)]
     overflow = torch.zeros(1, dtype=torch.int32, device=block_table.device)
-    names = {f"cache.{name}": f"layer.{name}" for name in LayerCache._fields}
-    for name in ("block_table", "block_table_c"):
-        names |= {f"cache.{name}[{row ^ flipped}": f"{name}[{row}" for row in (0, 1)} | {f"cache.{name}": name}
+    tables_by_row = [(name, row) for name in ("block_table", "block_table_c") for row in (0, 1)]
+    names = {f"cache.{name}[{row ^ flipped}": f"{name}[{row}" for name, row in tables_by_row} | _NAMES  # these first
     rows = int(flipped), 1 - flipped
     call(ops.fork, *layer[:4], *rings, tables[0], overflow, *tables[1:], cfg.as_list(), *rows, length, names=names)
 

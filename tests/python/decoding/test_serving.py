@@ -268,6 +268,15 @@ def test_a_step_reads_a_device_where_the_operators_do(value, read, monkeypatch):
         Step(**wrong)
 
 
+def test_a_layer_of_another_configuration_is_refused_by_its_names():
+    layer, before = memory(), memory()
+    for changed, name in (({"window_size": CFG.window_size + 1}, "k_swa_ring"), ({"kernel_size": 16}, "k_cmp_ring")):
+        step = Step(**good() | {"cfg": nsa.NSAConfig(**vars(CFG) | changed), "slot_mapping": None})
+        with pytest.raises(ValueError, match=rf"^decode: layer\.{name}: float32 "):
+            step.attend(layer, *inputs())
+    assert all(torch.equal(a, b) for a, b in zip(layer, before, strict=True))
+
+
 def test_no_other_memory_changes():
     layer = memory()
     before = [t.clone() for t in layer]
