@@ -70,9 +70,15 @@ def selections(engine: Any, output: Any) -> list[SelectionRecord]:
         A record for each completion.
 
     Raises:
-        ValueError: the output has no selections.
+        ValueError: the output has no selections, or the engine no sparse model.
+        TypeError: several outputs.
     """
-    cfg, records = engine.model_config.hf_config.nsa_config(), []
+    config, records = engine.model_config.hf_config, []
+    if not hasattr(config, "nsa_config"):
+        raise ValueError(f"engine: model_type = {config.model_type}: must be a sparse model of nsa.hf")
+    if not hasattr(output, "outputs"):
+        raise TypeError(f"output: {type(output).__name__}: must be one RequestOutput")
+    cfg = config.nsa_config()
     for i, completion in enumerate(output.outputs):
         indices = completion.routed_experts  # the field in which vLLM sends what a token was routed to
         if indices is None:

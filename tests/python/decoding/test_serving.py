@@ -11,7 +11,7 @@ import nsa
 from devices import head_dims, here, on_gpu
 from nsa._registration import ops
 from nsa.serving import LayerCache, Step, allocate, decode_paged, fork
-from nsa.vllm import EngineConfig, check_supported
+from nsa.vllm import EngineConfig, check_supported, selections
 from scheduler import CFG, DIM, HEADS, KV_HEADS, LAYERS, LONGEST, MAX_LENGTH, Engine, Model
 
 
@@ -698,6 +698,19 @@ def test_a_wrong_decode_paged():
         arguments = dict(zip(("q", "k", "v", "gates"), new, strict=True)) | {"layer": engine.layer, "cfg": CFG}
         with pytest.raises(ValueError, match=f"^(decode_paged: )?{message}"):
             decode_paged(**arguments | good | wrong)
+
+
+def test_selections_of_what_has_none():
+    def engine(**config):
+        return SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama", **config)))
+
+    output = SimpleNamespace(outputs=[SimpleNamespace(routed_experts=None)])
+    with pytest.raises(ValueError, match=r"^engine: model_type = llama: must be a sparse model of nsa.hf"):
+        selections(engine(), output)
+    with pytest.raises(TypeError, match=r"^output: list: must be one RequestOutput"):
+        selections(engine(nsa_config=lambda: CFG), [output])
+    with pytest.raises(ValueError, match=r"^output.outputs\[0\]: has no selections: must be finished"):
+        selections(engine(nsa_config=lambda: CFG), output)
 
 
 def test_what_the_plug_in_for_vllm_refuses():
