@@ -22,7 +22,7 @@ def signed(value, digits=4):
         return ""
     mean, half = value
     text = printed(f"{mean:+.{digits}f}")
-    return text if half is None else f"{text} ±{half:.{digits}f}"
+    return text if half is None else f"{text}±{half:.{digits}f}"
 
 
 def name_of(baseline):

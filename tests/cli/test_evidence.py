@@ -259,8 +259,8 @@ def test_other_settings_where_the_recipe_misses_a_target(measured, tmp_path):
     write("recipe-1", -0.5)
     write_page(tmp_path)
     section = page_of(tmp_path).split("## Targets")[1].split("\n## ")[0]
-    assert "| Loss, `8k`: NSA - full attention | +0.2500 ±0.0000 | 1 | ≤ 0 | ≤ -0.02 | 0.25 |" in section
-    assert "| Loss, `8k`: NSA - full attention | -0.5000 ±0.0000 | 1 | met |  |  |  |" in section
+    assert "| Loss, `8k`: NSA - full attention | +0.2500±0.0000 | 1 | ≤ 0 | ≤ -0.02 | 0.25 |" in section
+    assert "| Loss, `8k`: NSA - full attention | -0.5000±0.0000 | 1 | met |  |  |  |" in section
     write("recipe-2", -0.25)
     write_page(tmp_path)
     assert "`recipe-1` | seeds" not in page_of(tmp_path)
