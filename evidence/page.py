@@ -10,6 +10,7 @@ the default folders only.
 # ruff: noqa: RUF001 (minus signs as in print)
 import argparse
 import bisect
+import json
 import statistics
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from tables.text import fill, table
 
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
+TIMES = RESULTS / "attention_time.json"  # of `nsa bench`, with each setting of BLOCKS
 MARKS = "<!-- quality: written by evidence/page.py -->", "<!-- end of quality -->"
 NOTICE = "<!-- Written by evidence/page.py from evidence/results. Do not edit. -->"
 HEAD = f"""\
@@ -47,6 +49,12 @@ PICTURE = """\
 
 Held-out loss of the recipe minus full attention during training; below zero NSA is better. Thin lines are seeds, the
 thick line is their mean."""
+FRONT = """\
+![loss and far recurrences of six block settings over the time of attention](images/front.png)
+
+The recipe (8-8-32-32) with other blocks: kernel size, stride, block size, top-n. Loss minus full attention after 1500
+steps (plan `ablations`, one seed, bars: 95 % interval), over the time of attention, forward and backward, at 65536
+tokens with 64 heads on an H200. [Finding](findings/training/blocks.md)."""
 TARGETS = """\
 Losses are in nats per byte. A loss meets its target if the upper end of its interval does; all other values are
 compared as measured. Brackets hold the lowest and highest seed. The gap is the distance to the target, not to the
@@ -199,11 +207,12 @@ def converged(plans):
 
 def readme_block(plans):
     note = (
-        "Losses are on held-out source code; these models have 24 to 28 million parameters. In runs of equal length "
-        "both see the same data in the same order. Recall models have 2 layers. Needle models see key-value lines in "
-        "training; at 64k their RoPE base is 1,000,000. ± is half of the 95 % confidence interval."
+        "Losses are on held-out source code, of models with 24 to 28 million parameters. Needle models see key-value "
+        "lines in training. ± is half of the 95 % interval. Targets, method and limits: [evidence](docs/evidence.md). "
+        "Below, other blocks (kernel size, stride, block size, top-n) by loss and time of attention at 65536 tokens."
     )
-    return f"{quality(plans, short_form=True)}\n\n{fill(note)}"
+    picture = "![differences to full attention over the time of attention, for six settings](docs/images/front.png)"
+    return f"{quality(plans, short_form=True)}\n\n{fill(note)}" + (f"\n\n{picture}" if front(plans) else "")
 
 
 def claims(plans):
@@ -290,6 +299,8 @@ def main_page(plans):
         sections.append("\n".join(fill(f"- {line}").replace("\n", "\n  ") for line in told) + "\n")
     if drawn(plans):
         sections.append(PICTURE + "\n")
+    if front(plans):
+        sections.append(FRONT + "\n")
     sections += [targets_section(plans), baselines_section(plans)]
     sections += [f"## Method\n\n{METHOD}\n", f"## Limits\n\n{LIMITS}\n"]
     return "\n".join(filter(None, sections))
@@ -485,6 +496,39 @@ def drawn(plans):
     return {name: plans[name] for name in PICTURED if name in plans and plans[name].common(RECIPE, BASE)}
 
 
+def front(plans):
+    """(Blocks, ms of attention, difference of all tokens, of far recurrences) of each setting; differences to full."""
+    if "ablations" not in plans:
+        return []
+    results, times = plans["ablations"], json.loads(TIMES.read_text(encoding="utf-8"))["ms"]
+    names = {RECIPE: "8-8-32-32"} | {model: model.removeprefix(f"{RECIPE}-") for model in BLOCKS}
+    return [
+        (
+            name,
+            times[name]["forward_backward"]["65536"],
+            results.difference(model),
+            results.difference(model, of=far_recurrences),
+        )
+        for model, name in names.items()
+        if results.common(model, BASE)
+    ]
+
+
+def draw_front(points, image):
+    from report.style import PALETTE, figure, save
+
+    fig, axes = figure(columns=2, width=4.5, height=3.4)
+    for axis, which, title in ((axes[0], 2, "all tokens"), (axes[1], 3, "recurrences beyond 4096 tokens")):
+        for point in points:
+            name, ms, (mean, half) = point[0], point[1], point[which]
+            colour = PALETTE[0] if point is points[0] else PALETTE[1]
+            axis.errorbar(ms, mean, yerr=half, fmt="o", color=colour, elinewidth=0.8, markersize=5)
+            axis.annotate(name, (ms, mean), xytext=(6, 5), textcoords="offset points", fontsize=8)
+        axis.set(title=title, xlabel="attention, forward and backward, ms", xlim=(55, 130))
+    axes[0].set(ylabel="NSA − full attention, nats per token")
+    save(fig, image, dpi=160)
+
+
 def draw(plans, image):
     from report.style import PALETTE, figure, save
 
@@ -536,6 +580,8 @@ def main():
         return 0 if all(current) else 1
     if drawn(plans):
         draw(plans, given.docs / "images" / "evidence.png")
+    if points := front(plans):
+        draw_front(points, given.docs / "images" / "front.png")
     return 0
 
 

@@ -413,3 +413,12 @@ def test_unknown_models_are_refused():
 )
 def test_keys_of_results_are_the_fields(result, faults):
     assert [key for key, _ in keys_at_fault(result)] == faults
+
+
+def test_front_has_every_block_setting_once():
+    points = page.front(stored.read_all(stored.RESULTS))
+    times = json.loads(page.TIMES.read_text())["ms"]
+    assert sorted(name for name, *_ in points) == sorted(times)
+    assert all(ms == times[name]["forward_backward"]["65536"] for name, ms, *_ in points)
+    assert all(half > 0 for _, _, *differences in points for _, half in differences)
+    assert page.front({}) == []
