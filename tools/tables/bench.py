@@ -54,8 +54,8 @@ class Bench:
 
     def problem(self):
         s = self.settings
-        dims = f"D = {s['head_dim']}" if s["head_dim"] == s["v_head_dim"] else f"{s['head_dim']}/{s['v_head_dim']}"
-        return f"B = 1, H = {s['num_heads']}, Hkv = {s['num_kv_heads']}, {dims}, {s['dtype']}, {self.blocks()}"
+        dims = f"D={s['head_dim']}" if s["head_dim"] == s["v_head_dim"] else f"{s['head_dim']}/{s['v_head_dim']}"
+        return f"B=1, H={s['num_heads']}, Hkv={s['num_kv_heads']}, {dims}, {s['dtype']}, {self.blocks()}"
 
     def blocks(self):
         """The pattern of the blocks that it attends to."""
@@ -72,13 +72,17 @@ def crossovers(bench, rivals=("dense",)):
             shortest = min(bench.times(pass_name, bench.phi))
             found = (bench.all["crossover"].get(pass_name) or {}).get(rival)
             if found is None:
-                places.append(f"at no measured length ({title})")
+                places.append(("at no measured length", title))
             elif found <= shortest:
-                places.append(f"at every measured length ({title})")
+                places.append(("at every measured length", title))
             else:
                 over = ", over cuDNN" if pass_name == "forward_backward" and bench.borrows() else ""
-                places.append(f"from {round(found, -2):.0f} tokens on ({title}, interpolated{over})")
-        sentences.append(f"NSA is faster than {RIVALS[rival]} {' and '.join(places)}.")
+                places.append((f"from about {round(found, -2):.0f} tokens on", title + over))
+        if places[0][0] == places[-1][0]:
+            where = places[0][0]
+        else:
+            where = " and ".join(f"{place} ({title})" for place, title in places)
+        sentences.append(f"NSA is faster than {RIVALS[rival]} {where}.")
     return fill(" ".join(sentences))
 
 

@@ -15,9 +15,7 @@ def llama():
     shape = result["shape"]
     yield "## A 1.2-billion-parameter Llama in Hugging Face transformers"
     layers, heads, kv_heads = (shape[f"num_{name}"] for name in ("hidden_layers", "attention_heads", "key_value_heads"))
-    problem = (
-        f"{layers} layers, H = {heads}, Hkv = {kv_heads}, D = {shape['head_dim']}, one sequence, {result['dtype']}"
-    )
+    problem = f"{layers} layers, H={heads}, Hkv={kv_heads}, D={shape['head_dim']}, one sequence, {result['dtype']}"
     unit = (
         f"Medians in ms, in brackets the peak GiB without the weights (torch {result['torch']}, transformers "
         f"{result['transformers']}). Dense is `LlamaForCausalLM` with `sdpa`. NSA is the same model after "

@@ -6,7 +6,7 @@ from tables.bench import Bench, limits
 from tables.peers import peers_about, peers_table, whole_or_dense
 from tables.text import RESULTS, figure, fill, gpu_of, read, source, table
 
-PROBLEM = "B = 1, H = 64, Hkv = 4, bfloat16, φ = mlp, defaults"
+PROBLEM = "B=1, H=64, Hkv=4, bfloat16, φ = mlp, defaults"
 
 
 def stage_runs(kind):
@@ -58,7 +58,7 @@ def groups():
     stages = {stage for _, found in runs for rows in found.values() for stage in rows}
     patterns = [p for p in ("random", "clustered", "model-like") if f"nsa_attention, {p}" in stages]
     problem = (
-        "B = 1, H = 64, D = 128, bfloat16, defaults, `nsa_attention` without compression. Medians in ms with given "
+        "B=1, H=64, D=128, bfloat16, defaults, `nsa_attention` without compression. Medians in ms with given "
         f"blocks, {' / '.join(patterns)}. G query heads share a KV head. In brackets the workspace in MiB."
     )
     yield fill(f"{about}: {problem}") + f"\n\n{commands}"
