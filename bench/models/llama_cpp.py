@@ -185,8 +185,8 @@ def run(engine, context, cores, options):
                 return {"error": f"other processes kept more than {options.max_others} cores busy"}
         rates, others = others_during(lambda: measure(engine, context, cores, options))
         return rates | {"others": others}
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done in {options.limit:g} s"}
+    except subprocess.TimeoutExpired as error:  # its own time, without that of runs before it
+        return {"error": f"not done in {error.timeout:.0f} s"}
     except subprocess.CalledProcessError as error:
         return {"error": (error.stderr or error.stdout).strip().splitlines()[-1]}
 
