@@ -13,6 +13,7 @@ from tables.bench import PASSES, Bench
 from tables.decoding import decode
 from tables.end_to_end import cpu_end_to_end, cpu_operations, gpu_end_to_end, gpu_h100, gpu_recipe
 from tables.llama import llama
+from tables.llama_cpp import llama_cpp
 from tables.operations import operations, portable, through_python
 from tables.peers import dense_backward, peers
 from tables.text import ROOT, fill, table
@@ -43,6 +44,7 @@ SECTIONS = [
     portable,
     cpu_end_to_end,
     cpu_operations,
+    llama_cpp,
 ]
 
 

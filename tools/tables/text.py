@@ -43,7 +43,7 @@ def source(where, about, problem, unit):
     """The lines above a table; `about` has date, commit and command."""
     commit = f"commit {about['commit']}" if about.get("commit") else "commit not recorded"
     text = fill(f"{where}, {about['date']}, {commit}: {problem}. {unit}")
-    return f"{text}\n\n    {about['command']}"
+    return text + "\n\n" + textwrap.indent(about["command"], "    ")
 
 
 def gpu_of(about):
