@@ -27,7 +27,7 @@ from tables.text import fill, table
 
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-TIMES = RESULTS / "attention_time.json"  # of `nsa bench`, with each setting of BLOCKS
+TIMES = ROOT / "bench" / "results" / "attention_time.json"  # of `nsa bench`, with each setting of BLOCKS
 MARKS = "<!-- quality: written by evidence/page.py -->", "<!-- end of quality -->"
 NOTICE = "<!-- Written by evidence/page.py from evidence/results. Do not edit. -->"
 HEAD = f"""\
