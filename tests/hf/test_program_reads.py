@@ -113,6 +113,20 @@ def test_sparse_models(name, nsa_options, dense_layers, tmp_path):
     assert_agree(tmp_path / "model", model, tokens(1, 150), tmp_path)
 
 
+@needs_program
+def test_fields_that_are_set_are_noted(tmp_path):
+    sparse("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "ids").write_text("1 2 3\n")
+    given = ("--ids", tmp_path / "ids", "--tokens", 2)
+    done = nsa("generate", tmp_path / "model", *given, "--set", "window_size=7", "--set", "topk=5")
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    trained = sparse("llama").config.nsa
+    assert notes == [
+        f"note: topk = 5 by --set, trained with {trained['topk']}",
+        f"note: window_size = 7 by --set, trained with {trained['window_size']}",
+    ]
+
+
 @pytest.mark.skipif(not shutil.which("spm_train"), reason="no spm_train: Debian's sentencepiece")
 @pytest.mark.skipif(not reads_pieces(), reason="the program was built without libsentencepiece-dev")
 def test_text_by_the_folders_own_pieces(tmp_path):

@@ -103,6 +103,13 @@ namespace {
 
 std::string plain(const nlohmann::json& value) { return value.is_string() ? value.get<std::string>() : value.dump(); }
 
+void note_changes(const nlohmann::json& trained, const nlohmann::json& now) {
+  for (const auto& [name, value] : now.items()) {
+    if (trained[name] == value) continue;
+    fmt::print(stderr, "note: {} = {} by --set, trained with {}\n", name, plain(value), plain(trained[name]));
+  }
+}
+
 }  // namespace
 
 ModelConfig read_model_config(const std::string& path) {
@@ -124,6 +131,7 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
     loaded.model.place(device, dtype);
     folder.load(loaded.model.parameters());
     loaded.model.fuse();
+    note_changes(folder.config(), model);
     return loaded;
   }
   std::error_code error;
@@ -152,10 +160,7 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
   loaded.model.place(device, dtype);
   load_tensors(file_path.string(), file, loaded.model.parameters());
   loaded.model.fuse();
-  for (const auto& [name, value] : now.items()) {
-    if (former[name] == value) continue;
-    fmt::print(stderr, "note: {} = {} by --set, trained with {}\n", name, plain(value), plain(former[name]));
-  }
+  note_changes(former, now);
   return loaded;
 }
 
