@@ -27,7 +27,8 @@ INTRODUCTION = """\
 # Performance
 
 Every table names its hardware, date, commit and command. [Measuring](guide/measuring.md) describes what is counted, how
-it is timed, and how to update the tables. Unless a table says otherwise, NSA has the paper's hyperparameters. Speed and
+it is timed, and how to update the tables. It also defines [model-like, random and clustered
+blocks](guide/measuring.md#selections). Unless a table says otherwise, NSA has the paper's hyperparameters. Speed and
 quality of trained models: [evidence](evidence.md). Single experiments: [findings](findings/README.md).
 """
 
@@ -71,8 +72,8 @@ def ratios():
         )
         rows.append([f"CPU (2 threads), {title}, over dense attention (torch)", "paper", *cells])
     note = (
-        "Recipe: [of nsa train](docs/guide/training.md#recipe-or-paper). Below the first row attention alone, "
-        f"bfloat16, {bench.blocks().split(' (')[0]} on the GPU. \\* Extrapolated. ≤: without FlashAttention-3. "
+        "Recipe: of [nsa train](docs/guide/training.md#recipe-or-paper). Below the first row: attention alone, "
+        f"bfloat16, {bench.blocks().split(' (')[0]} on the GPU. \\* Extrapolated. ≤: FlashAttention-3 not timed there. "
         "[Details](docs/performance.md)."
     )
     return f"{table(rows)}\n\n{fill(note)}"

@@ -30,7 +30,11 @@ def gpu_end_to_end():
     attends = "the blocks that it selects" if own else "given blocks; its own selection still runs"
     yield "## End to end on a GPU, against dense attention"
     yield "![attention time over context length on a GPU, with the stages of NSA](images/cuda_time.png)"
-    backward = ", whose backward is [of another run](#dense-attention-with-its-backward)" if bench.borrows() else ""
+    backward = (
+        ", whose backward is [of another run](#dense-attention-with-its-backward). ≤: that run lacks this length"
+        if bench.borrows()
+        else ""
+    )
     unit = (
         f"Medians in ms, L2 flushed before each call. NSA includes compression and attends to {attends}. Dense "
         f"attention is cuDNN and FlashAttention-2 through torch, and FlashAttention-3{backward}. "

@@ -1,6 +1,6 @@
 """`nsa generate` and llama.cpp with the same Llama on a CPU: bench/models/llama_cpp.py."""
 
-from tables.text import ratio, read, source, table
+from tables.text import noted, ratio, read, source, table
 
 
 def cell(row, rate):
@@ -27,3 +27,4 @@ def llama_cpp():
             figures = (cell(row, rate) for row in found.values())
             cells.append([rate, str(context), *figures, ratio(found["sparse"].get(rate), dense)])
     yield table(cells)
+    yield from noted(result)
