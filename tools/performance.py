@@ -64,19 +64,25 @@ def ratios():
             if over_peer:
                 cells = (f"{over_peer[n]:.1f}" if n in over_peer else "" for n in lengths)
                 rows.append([f"H200, {title}, over the fastest other NSA implementation", name, *cells])
-    cpu = Bench("bench_bfloat16.json")
+    cpus = [Bench("bench_bfloat16.json"), Bench("bench_bfloat16_zen4.json")]
+    processors = " / ".join(cpu.machine["processor"] for cpu in cpus)
     for pass_name, title in PASSES.items():
-        found = {r["length"]: r for r in cpu.all["ratios"] if r["pass"] == pass_name}
-        cells = (
-            f"{found[n]['over_dense']:.1f}" + "*" * found[n]["extrapolated"] if n in found else "" for n in lengths
-        )
-        rows.append([f"CPU (2 threads), {title}, over dense attention (torch)", "paper", *cells])
+        cells = [" / ".join(filter(None, (over_torch(cpu, pass_name, n) for cpu in cpus))) for n in lengths]
+        rows.append([f"CPU (2 threads, {processors}), {title}, over dense attention (torch)", "paper", *cells])
     note = (
         "Recipe: of [nsa train](docs/guide/training.md#recipe-or-paper). Below the first row: attention alone, "
         f"bfloat16, {bench.blocks().split(' (')[0]} on the GPU. \\* Extrapolated. ≤: FlashAttention-3 not timed there. "
         "[Details](docs/performance.md)."
     )
     return f"{table(rows)}\n\n{fill(note)}"
+
+
+def over_torch(bench, pass_name, length):
+    """Speedup on a CPU, with a star where the time of dense attention is extrapolated."""
+    for r in bench.all["ratios"]:
+        if (r["pass"], r["length"]) == (pass_name, length):
+            return f"{r['over_dense']:.1f}" + "*" * r["extrapolated"]
+    return ""
 
 
 def training(lengths):

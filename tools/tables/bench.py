@@ -2,7 +2,7 @@
 
 from tables.text import fill, read
 
-PASSES = {"forward": "forward", "forward_backward": "forward and backward"}
+PASSES = {"forward": "forward", "forward_backward": "with backward"}
 DENSE = {"cudnn": "cuDNN", "flash2": "FlashAttention-2", "flash3": "FlashAttention-3"}
 RIVALS = {"dense": "the fastest dense attention", "plain": "causal attention on the library's own kernels"}
 

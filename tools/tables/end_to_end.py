@@ -91,10 +91,10 @@ def cpu_end_to_end():
         "threads, the faster of expanded K/V and `enable_gqa`. Plain is causal attention on the library's own kernels, "
         "so its ratio is the gain of the method alone. \\* Extrapolated as the square of the length."
     )
-    for name in ("bench_bfloat16.json", "bench_float32.json"):
+    for name in ("bench_bfloat16.json", "bench_bfloat16_zen4.json", "bench_float32.json"):
         bench = Bench(name)
         machine = bench.machine
-        where = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}"
+        where = f"{machine['cpu']} ({machine['processor']}), {machine['threads']} threads, {machine['isa']}"
         yield source(where, bench.all, f"{bench.problem()}, defaults", "")
         rows = [["", "length", "NSA", "dense", "dense / NSA", "plain", "plain / NSA"]]
         for r in sorted(bench.all["ratios"], key=lambda r: r["pass"] != "forward"):

@@ -32,7 +32,7 @@ def seconds(value):
 
 def pair(stage):
     """Forward / backward of one implementation."""
-    return f"{figure(stage['forward'])} / {figure(stage['backward'])}" if stage else ""
+    return "/".join(filter(None, (figure(stage["forward"]), figure(stage["backward"])))) if stage else ""
 
 
 def ratio(other, ours):
