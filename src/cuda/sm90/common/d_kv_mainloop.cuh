@@ -120,6 +120,11 @@ struct KeySums {
     for (float& x : dk) x = 0;
 #pragma unroll
     for (float& x : dv) x = 0;
+    // As constants ptxas would write them behind the fence of the first product, and add a fence of its own.
+    if constexpr (kKeys == 32) {
+#pragma unroll
+      for (float& x : dv) asm volatile("" : "+f"(x));
+    }
   }
   /// To float32 rows of Dk + Dv, `to` the row of key 0.
   __device__ __forceinline__ void store_partial_dk(float* to, int keys) {
