@@ -520,10 +520,11 @@ def draw_front(points, image):
     from report.style import PALETTE, figure, save
 
     fig, axes = figure(columns=2, width=4.5, height=3.4)
-    for axis, which, title in ((axes[0], 2, "all tokens"), (axes[1], 3, "recurrences beyond 4096 tokens")):
-        for point in points:
-            name, ms, (mean, half) = point[0], point[1], point[which]
-            colour = PALETTE[0] if point is points[0] else PALETTE[1]
+    titles = "all tokens", "recurrences beyond 4096 tokens"
+    for place, (axis, title) in enumerate(zip(axes, titles, strict=True)):
+        for name, ms, *differences in points:
+            mean, half = differences[place]
+            colour = PALETTE[0] if name == points[0][0] else PALETTE[1]
             axis.errorbar(ms, mean, yerr=half, fmt="o", color=colour, elinewidth=0.8, markersize=5)
             axis.annotate(name, (ms, mean), xytext=(6, 5), textcoords="offset points", fontsize=8)
         axis.set(title=title, xlabel="attention, forward and backward, ms", xlim=(55, 130))

@@ -35,22 +35,14 @@ class Bench:
         borrowed = op == "dense_forward_backward" and variant == "flash3" and not self.results(op, variant)
         return borrowed and bool(self.results("dense_forward", "flash3"))
 
-    def fastest_dense(self, pass_name):
-        """Milliseconds of the fastest dense attention by length."""
-        fastest = {}
-        for form in DENSE:
-            for length, ms in self.times(f"dense_{pass_name}", form).items():
-                fastest[length] = min(ms, fastest.get(length, ms))
-        return fastest
-
     def over_dense(self, pass_name, length, digits):
         """Ratio of the fastest dense attention to NSA; at most that where one was measured at other lengths only."""
-        fastest = self.fastest_dense(pass_name).get(length)
+        found = [times for form in DENSE if (times := self.times(f"dense_{pass_name}", form))]
+        here = [times[length] for times in found if length in times]
         ours = self.times(pass_name, self.phi).get(length)
-        if not fastest or not ours:
+        if not here or not ours:
             return ""
-        all_forms = [times for form in DENSE if (times := self.times(f"dense_{pass_name}", form))]
-        return ("" if all(length in times for times in all_forms) else "≤ ") + f"{fastest / ours:.{digits}f}"
+        return ("" if len(here) == len(found) else "≤ ") + f"{min(here) / ours:.{digits}f}"
 
     def problem(self):
         s = self.settings
