@@ -1,6 +1,6 @@
 """Other implementations: bench/peers/peers.py."""
 
-from tables.text import fill, gpu_of, pair, read, source, table
+from tables.text import fill, gpu_of, noted, pair, read, source, table
 
 NAMES = {"nsa": "this", "xunhaolai": "XunhaoLai", "flash_nsa": "flash_nsa"}
 DENSE = ("cudnn", "flash3", "flash4")
@@ -62,3 +62,4 @@ def dense_backward():
     for dims, lengths in result["ms"].items():
         rows += [[dims, length, *(pair(found.get(name)) for name in DENSE)] for length, found in lengths.items()]
     yield table(rows)
+    yield from noted(result)
