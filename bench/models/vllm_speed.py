@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""vLLM with a sparse Llama beside vLLM's dense one, of 1.4 billion random parameters in bfloat16.
+"""vLLM with a sparse Llama of the recipe beside vLLM's dense one, of 1.4 billion random parameters in bfloat16.
 
     python bench/models/vllm_speed.py --json bench/results/vllm.json        # three minutes on two H200
     python bench/models/vllm_speed.py --tiny --json /tmp/vllm.json          # on a CPU, to try the program
@@ -23,6 +23,7 @@ graphs are on, keys and values have the same memory.
 """
 
 import argparse
+import dataclasses
 import gc
 import importlib.metadata
 import json
@@ -62,8 +63,7 @@ TINY = OPTIONS.tiny
 if TINY:
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 
-BLOCKS = {"kernel_size": 8, "kernel_stride": 8, "block_size": 32, "topk": 6 if TINY else 32, "share_kv": True}
-BLOCKS["window_size"] = 64 if TINY else 512
+CHANGES = {"topk": 6, "window_size": 64} if TINY else {}  # to the recipe's fields `nsa`
 SHAPE = {
     "vocab_size": 512 if TINY else 32000,
     "hidden_size": 128 if TINY else 2048,
@@ -141,7 +141,7 @@ def make_models(work: Path) -> None:
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
     for name, config, model, more in (
         ("dense", LlamaConfig, LlamaForCausalLM, rope),
-        ("sparse", NsaLlamaConfig, NsaLlamaForCausalLM, rope | {"nsa": BLOCKS}),
+        ("sparse", NsaLlamaConfig.recipe, NsaLlamaForCausalLM, rope | {"nsa": CHANGES}),
     ):
         config(**SHAPE, **more, architectures=[model.__name__]).save_pretrained(work / name)
         if not any(part.startswith("tokens") for part in OPTIONS.parts):
@@ -268,8 +268,7 @@ def operator(work: Path) -> dict:
     from nsa.vllm._attention import PageLayout
 
     device, dtype = ("cpu", torch.float32) if TINY else ("cuda", torch.bfloat16)
-    names = ("kernel_size", "kernel_stride", "block_size", "topk", "window_size")
-    cfg = nsa.NSAConfig(**{name: BLOCKS[name] for name in names})
+    cfg = dataclasses.replace(nsa.NSAConfig.recipe(), **CHANGES)
     heads, kv_heads, dim = (SHAPE[f"{name}"] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     layout = PageLayout(cfg, PAGE, kv_heads, dim, dtype)
     phi = [nsa.CompressionFunction("mlp", cfg.kernel_size, dim).to(device)(dtype) for _ in "kv"]
@@ -359,6 +358,8 @@ def about() -> dict:
     """Where, when, of what and by which command."""
     import torch
 
+    import nsa
+
     commit = os.environ.get("COMMIT")
     if not commit:
         git = ["git", "rev-parse", "--short", "HEAD"]
@@ -377,6 +378,7 @@ def about() -> dict:
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
         "command": " ".join(sys.argv),
+        "nsa": dataclasses.asdict(nsa.NSAConfig.recipe()) | CHANGES,
     }
 
 
