@@ -15,7 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from evidence.plans import BASE, BASELINES, BLOCKS, FULL_ROPE, RECIPE
+from evidence.plans import BASE, BASELINES, BLOCKS, FULL_ROPE, RECIPE, RECIPE_BLOCKS
 from evidence.results import RESULTS, ROOT, by_baseline, is_baseline, read_all
 from evidence.statistics import beyond, far_recurrences, loss, non_recurring
 from evidence.targets import OTHERS, printed, signed, targets_of
@@ -49,10 +49,11 @@ PICTURE = """\
 
 Held-out loss of the recipe minus full attention during training; below zero NSA is better. Thin lines are seeds, the
 thick line is their mean."""
-FRONT = """\
+RECIPE_NAME = "-".join(map(str, RECIPE_BLOCKS))  # in the picture
+FRONT = f"""\
 ![loss and far recurrences of six block settings over the time of attention](images/front.png)
 
-The recipe (8-8-32-32, blue) with other blocks: kernel size, stride, block size, top-n. Vertical: loss minus full
+The recipe ({RECIPE_NAME}, blue) with other blocks: kernel size, stride, block size, top-n. Vertical: loss minus full
 attention at context 8192 after 1500 steps (plan `ablations`, one seed, bars: 95 % interval). Horizontal: time of
 attention, forward and backward, at 65536 tokens with 64 heads on an H200. [Finding](findings/training/blocks.md)."""
 TARGETS = """\
@@ -503,7 +504,7 @@ def front(plans):
     if "ablations" not in plans:
         return []
     results, times = plans["ablations"], json.loads(TIMES.read_text(encoding="utf-8"))["ms"]
-    names = {RECIPE: "8-8-32-32"} | {model: model.removeprefix(f"{RECIPE}-") for model in BLOCKS}
+    names = {RECIPE: RECIPE_NAME} | {model: model.removeprefix(f"{RECIPE}-") for model in BLOCKS}
     return [
         (
             name,

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 BASE, RECIPE, WINDOW = "full", "recipe-2", "window"
+RECIPE_BLOCKS = (8, 8, 32, 32)  # kernel size, kernel stride, block size, top-k, as in nsa.NSAConfig.recipe()
 # Training-free sparse attention, with which full attention is evaluated as well.
 BASELINES = {
     "streaming": "StreamingLLM",
@@ -20,6 +21,12 @@ BASELINES = {
     "exact": "oracle top-k",
 }
 FULL_ROPE = "--partial-rotary-factor 1"
+
+
+def block_options(sizes: tuple[int, ...]) -> str:
+    return "--kernel-size {} --kernel-stride {} --block-size {} --topk {}".format(*sizes)
+
+
 MAIN = {
     BASE: "--attention full",
     "full-gated": "--attention full --gated",
@@ -57,9 +64,7 @@ ABLATIONS = {
 }
 # The recipe with other blocks.
 BLOCKS = {
-    "recipe-2-" + "-".join(map(str, sizes)): "--kernel-size {} --kernel-stride {} --block-size {} --topk {}".format(
-        *sizes
-    )
+    "recipe-2-" + "-".join(map(str, sizes)): block_options(sizes)
     for sizes in ((16, 8, 32, 32), (16, 16, 32, 32), (16, 16, 64, 16), (32, 16, 64, 16), (32, 16, 32, 32))
 }
 # What full attention may gain from other settings, and the recipe with the same learning rates.
@@ -78,7 +83,7 @@ TUNING = {
 }
 # Associative recall beyond the window, in the recipe's blocks. The models are trained on this task only.
 RECALL = (
-    "--kernel-size 8 --kernel-stride 8 --block-size 32 --topk 32 --share-kv --rope-theta 500000 --pairs 64 "
+    f"{block_options((8, 8, 32, 32))} --share-kv --rope-theta 500000 --pairs 64 "
     "--head-dim 64 --kv-heads 2 --lr .003 --tokens-per-step 16384 --steps 2000 --selector-loss 1 "
     "--partial-rotary-factor .5 --dtype bfloat16"
 )

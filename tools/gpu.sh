@@ -169,8 +169,9 @@ for step in $steps; do
         run bench build-gpu/bin/nsa bench --device cuda --lengths 4096,6144,7168,8192,10240,16384,32768,65536,131072,262144 \
           "${dense[@]}" ${PEERS:+--peers "$PEERS"} --json "$(dirname "$results")/bench_cuda.json"
         cat "$logs/bench.log"
+        read -ra recipe < <(python3 -c 'from evidence.plans import *; print(block_options(RECIPE_BLOCKS))')
         run recipe build-gpu/bin/nsa bench --device cuda --lengths 4096,8192,10240,12288,16384,32768,65536,131072 \
-          --kernel-size 8 --kernel-stride 8 --block-size 32 --topk 32 --phi mlp "${dense[@]}" \
+          "${recipe[@]}" --phi mlp "${dense[@]}" \
           --json "$(dirname "$results")/bench_recipe.json"
         cat "$logs/recipe.log"
         # MiniMax-M3's attention: 16 blocks of 128.

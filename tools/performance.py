@@ -8,6 +8,11 @@ tools/tables, and names what was measured, where, when and by which command.
 import argparse
 import json
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from evidence.plans import RECIPE
 
 from tables.bench import PASSES, Bench
 from tables.decoding import decode
@@ -53,17 +58,17 @@ def ratios():
     """Speedup of NSA at a few lengths: the recipe's training step, then attention with the paper's hyperparameters."""
     lengths = (4096, 8192, 16384, 32768, 65536, 131072)
     rows = [["speedup, by sequence length", "setting", *map(str, lengths)]]
-    rows.append(["H200, training step, over full attention", "recipe", *training(lengths)])
+    rows.append(["H200, training step, over full attention", *training(lengths)])
     recipe, bench = Bench("bench_recipe.json"), Bench("bench_cuda.json")
-    for name, run in (("recipe", recipe), ("paper", bench)):
+    for run in (recipe, bench):
         for pass_name, title in PASSES.items():
             cells = (run.over_dense(pass_name, n, 1) for n in lengths)
-            rows.append([f"H200, {title}, over the fastest dense attention", name, *cells])
+            rows.append([f"H200, {title}, over the fastest dense attention", run.setting(), *cells])
             found = run.results(pass_name, run.phi)
             over_peer = {n: r["peer_s"] / r["seconds"] for n, r in found.items() if r.get("peer")}
             if over_peer:
                 cells = (f"{over_peer[n]:.1f}" if n in over_peer else "" for n in lengths)
-                rows.append([f"H200, {title}, over the fastest other NSA implementation", name, *cells])
+                rows.append([f"H200, {title}, over the fastest other NSA implementation", run.setting(), *cells])
     cpus = [Bench("bench_bfloat16.json"), Bench("bench_bfloat16_zen4.json")]
     processors = " / ".join(cpu.machine["processor"] for cpu in cpus)
     for pass_name, title in PASSES.items():
@@ -86,11 +91,13 @@ def over_torch(bench, pass_name, length):
 
 
 def training(lengths):
-    """Speedup of the newest recipe's training step, at the context that the evidence measured it at."""
+    """The newest recipe that has one, and the speedup of its training step at the context it was measured at."""
     shared, *runs = map(json.loads, SPEED.read_text(encoding="utf-8").splitlines())
     speed = {run["model"]: run["tokens_per_second"] for run in runs}
-    ratio = speed[max(model for model in speed if model.startswith("recipe-"))] / speed["full"]
-    return [f"{ratio:.1f}" if length == shared["context"] else "" for length in lengths]
+    model = max(name for name in speed if name.startswith("recipe-") and name.count("-") == 1)
+    ratio = speed[model] / speed["full"]
+    cells = [f"{ratio:.1f}" if length == shared["context"] else "" for length in lengths]
+    return ["recipe" if model == RECIPE else model, *cells]
 
 
 def update(path, text, check):
@@ -105,6 +112,14 @@ def update(path, text, check):
     return current
 
 
+def has_the_recipe():
+    """Whether the file for the recipe has its blocks; else a message."""
+    if (setting := Bench("bench_recipe.json").setting()) == "recipe":
+        return True
+    print(f"bench_recipe.json: blocks of {setting}: must be the recipe's: run tools/gpu.sh bench", file=sys.stderr)
+    return False
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
@@ -113,6 +128,7 @@ def main():
     before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
     readme = f"{before}{MARKS[0]}\n{ratios()}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
     current = [update(PAGE, page, check), update(README, readme, check)]
+    current.append(has_the_recipe())
     return 0 if all(current) or not check else 1
 
 

@@ -20,10 +20,12 @@ sys.path.insert(0, str(ROOT))
 from evidence import page, targets
 from evidence import results as stored
 from evidence import statistics as stats
-from evidence.plans import PLANS, Needle
+from evidence.plans import PLANS, RECIPE_BLOCKS, Needle
 from evidence.run import Runs
 
+import nsa as package
 from check_words import keys_at_fault
+from tables.bench import Bench
 
 SMALL = (
     "--layers 1 --hidden-size 32 --heads 2 --kv-heads 1 --head-dim 16 --context 256 --batch-size 1 --window-size 32 "
@@ -205,6 +207,15 @@ def test_the_program_has_the_options_of_all_plans():
         options.setdefault(plan.command, set()).update(re.findall(r"--[a-z-]+", given))
     for command, used in options.items():
         assert used <= set(re.findall(r"--[a-z-]+", nsa(command, "--help").text))
+
+
+def test_tables_say_recipe_of_the_recipes_blocks_alone(monkeypatch):
+    recipe = package.NSAConfig.recipe()
+    assert RECIPE_BLOCKS == (recipe.kernel_size, recipe.kernel_stride, recipe.block_size, recipe.topk)
+    bench, paper = Bench("bench_recipe.json"), package.NSAConfig()
+    for given, name in ((recipe, "recipe"), (paper, "paper"), (package.NSAConfig(topk=8), "32, 16, 64, 8")):
+        monkeypatch.setattr(bench, "settings", vars(given))
+        assert bench.setting() == name
 
 
 def test_a_limit_stops_and_the_next_call_continues(tmp_path, corpus):

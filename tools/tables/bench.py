@@ -1,9 +1,12 @@
 """Results of `nsa bench`."""
 
+from evidence.plans import RECIPE_BLOCKS
+
 from tables.text import fill, read
 
 PASSES = {"forward": "forward", "forward_backward": "with backward"}
 DENSE = {"cudnn": "cuDNN", "flash2": "FlashAttention-2", "flash3": "FlashAttention-3"}
+BLOCKS = {RECIPE_BLOCKS: "recipe", (32, 16, 64, 16): "paper"}
 RIVALS = {"dense": "the fastest dense attention", "plain": "causal attention on the library's own kernels"}
 
 
@@ -14,6 +17,11 @@ class Bench:
         self.all = read(name)
         self.settings, self.machine = self.all["settings"], self.all["machine"]
         self.phi = self.settings["phi"]
+
+    def setting(self):
+        """recipe or paper, whose blocks these are, else kernel size, stride, block size and top-k."""
+        sizes = tuple(self.settings[name] for name in ("kernel_size", "kernel_stride", "block_size", "topk"))
+        return BLOCKS.get(sizes, ", ".join(map(str, sizes)))
 
     def results(self, op, variant, part_of=""):
         key = (op, variant, part_of)

@@ -63,7 +63,7 @@ def gpu_end_to_end():
 def gpu_recipe():
     bench = Bench("bench_recipe.json")
     s = bench.settings
-    yield "### With the recipe's blocks"
+    yield "### With " + ("the recipe's blocks" if bench.setting() == "recipe" else f"blocks of {bench.setting()}")
     about = {key: bench.all[key] for key in ("date", "commit", "command")}
     blocks = (
         f"compression blocks of {s['kernel_size']} tokens, stride {s['kernel_stride']}, {s['topk']} selected blocks of "
