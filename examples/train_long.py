@@ -34,13 +34,25 @@ import nsa
 from nsa.parallel import ContextParallel, shard_heads
 
 
+def count(text: str) -> int:
+    """An integer of at least 1; argparse names the option of any other text."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be an integer of at least 1")
+    return int(text)
+
+
+def files(data: Path | None) -> list[Path]:
+    """The files that a run reads."""
+    return [data] if data else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+
+
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"dp": 1, "cp": 1, "tp": 1, "tokens": 2048, "batch": 2, "steps": 20, "save-every": 1000}
     sizes |= {"layers": 2, "width": 64, "heads": 4, "kv-heads": 2, "head-dim": 32}
     for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default {default}")
+        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=f"default {default}")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16; parameters stay float32")
     parser.add_argument("--recompute", action="store_true", help="keep only the blocks' inputs for the backward")
     parser.add_argument("--data", type=Path, help="a file of bytes (default: modules of Python's standard library)")
@@ -51,6 +63,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--dp {options.dp} x --cp {options.cp} x --tp {options.tp}: must be the {ranks} processes")
     if options.batch % options.dp:
         parser.error(f"--batch {options.batch}: must be a multiple of --dp {options.dp}")
+    if options.heads % options.kv_heads:
+        parser.error(f"--heads {options.heads}: must be a multiple of --kv-heads {options.kv_heads}")
+    if options.data and not options.data.is_file():
+        parser.error(f"--data {options.data}: must be a file")
+    if options.tokens >= (size := sum(file.stat().st_size for file in files(options.data))):
+        parser.error(f"--tokens {options.tokens}: must be fewer than the {size} bytes of the data")
     if bool(saved(options.out)) != options.resume:
         parser.error(f"--out {options.out}: must have checkpoints with --resume, and none without")
     return options
@@ -159,8 +177,7 @@ def train(options: argparse.Namespace) -> list[float]:
     # torch's foreach implementation refuses DTensors of several meshes in one list.
     optimizer = torch.optim.AdamW(nsa.parameter_groups(model, 3e-3, 0.1), foreach=False)
     first = load(model, optimizer, options.out) if options.resume else 0
-    files = [options.data] if options.data else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files(options.data))), dtype=torch.uint8)
     losses, generator = [], torch.Generator()
     for step in range(first + 1, options.steps + 1):
         begin = time.perf_counter()

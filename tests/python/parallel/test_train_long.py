@@ -90,10 +90,20 @@ def test_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     (tmp_path / "old/step-3").mkdir(parents=True)
     (tmp_path / "new/step-3.tmp").mkdir(parents=True)
+    (tmp_path / "short").write_bytes(bytes(64))
+    numbers = "dp cp tp tokens batch steps save-every layers width heads kv-heads head-dim".split()
     for options, message in (
         ("--out new --cp 2", "--dp 1 x --cp 2 x --tp 1: must be the 4 processes"),
         ("--out new --dp 4", "--batch 2: must be a multiple of --dp 4"),
         ("--out new --cp 4 --resume", "/new: must have checkpoints with --resume, and none without"),
+        *(
+            (f"--out new --{name} {n}", f"--{name}: {n}: must be")
+            for name in numbers
+            for n in ("0", "-3", "1.5", "nan")
+        ),
+        ("--out new --cp 4 --heads 3", "--heads 3: must be a multiple of --kv-heads 2"),
+        ("--out new --cp 4 --data new", "--data new: must be a file"),
+        (f"--out new --cp 4 --data {tmp_path}/short --tokens 64", "--tokens 64: must be fewer than the 64 bytes"),
         ("--out old --cp 4", "/old: must have checkpoints with --resume, and none without"),
     ):
         with pytest.raises(SystemExit):
