@@ -15,7 +15,11 @@ import os
 import random
 import string
 import subprocess
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from options import integer, integers
 
 PROGRAM = os.environ.get("NSA_PROGRAM", "build/bin/nsa")
 MODEL = "--layers 18 --hidden-size 1024 --heads 16 --kv-heads 1 --head-dim 128 --ffn-size 3072".split()
@@ -23,10 +27,6 @@ PROBLEM = (
     "18 layers, hidden 1024, 16 heads, one KV head of 128, bfloat16; 304 million parameters, 250 with full attention"
 )
 TRAINING = "--preset paper --context 1024 --batch-size 1 --steps 1 --eval-tokens 1024".split()
-
-
-def numbers(text):
-    return [int(number) for number in text.split(",")]
 
 
 def model(work, attention, data):
@@ -65,12 +65,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
     parser.add_argument("--data", required=True, help="text files or folders for the one step of training")
-    parser.add_argument("--contexts", type=numbers, default=[1024, 8192, 32768, 65536, 131072, 262144])
-    parser.add_argument("--batch", type=numbers, default=[1], help="numbers of sequences, comma-separated")
+    parser.add_argument("--contexts", type=integers, default=[1024, 8192, 32768, 65536, 131072, 262144])
+    parser.add_argument("--batch", type=integers, default=[1], help="numbers of sequences, comma-separated")
     parser.add_argument(
-        "--most", type=int, default=32 * 65536, help="maximum number of tokens of all prompts; larger cases are skipped"
+        "--most",
+        type=integer,
+        default=32 * 65536,
+        help="maximum number of tokens of all prompts; larger cases are skipped",
     )
-    parser.add_argument("--tokens", type=int, default=400, help="number of tokens to generate per sequence")
+    parser.add_argument("--tokens", type=integer, default=400, help="number of tokens to generate per sequence")
     parser.add_argument("--attentions", default="nsa,full")
     parser.add_argument("--json", type=Path, help="file to which the results are added")
     options = parser.parse_args()

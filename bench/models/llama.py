@@ -46,6 +46,9 @@ import nsa
 import nsa.hf
 import nsa.hf.models
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from options import integer, integers
+
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {
     "1b": {
@@ -550,26 +553,24 @@ def arguments(given):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="1b")
-    parser.add_argument("--lengths", default="8192,32768,65536", help="text lengths, tokens (default %(default)s)")
-    parser.add_argument("--batches", default="1,8", help="numbers of sequences in a decode step (default %(default)s)")
+    parser.add_argument(
+        "--lengths", type=integers, default="8192,32768,65536", help="text lengths, tokens (default %(default)s)"
+    )
+    parser.add_argument(
+        "--batches", type=integers, default="1,8", help="numbers of sequences in a decode step (default %(default)s)"
+    )
     parser.add_argument("--parts", help=f"parts to run: {','.join(PARTS)} (default: all; on a CPU without graph)")
     parser.add_argument(
-        "--repeats", type=int, default=0, help="repeats per figure (default: 5, for the longest texts 3)"
+        "--repeats",
+        type=functools.partial(integer, least=0),
+        default=0,
+        help="repeats per figure (default: 5, for the longest texts 3)",
     )
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(given)
     options.given = [word for word in given if word not in ("--json", str(options.json))]
     can = PARTS if options.device == "cuda" else PARTS[:-1]
     options.parts = can if options.parts is None else options.parts.split(",")
-    for name in ("lengths", "batches"):
-        text = getattr(options, name)
-        try:
-            numbers = [int(part) for part in text.split(",")]
-        except ValueError:
-            numbers = [0]
-        if min(numbers) < 1:
-            parser.error(f"--{name} {text}: must be positive integers with commas between them")
-        setattr(options, name, numbers)
     for part in options.parts:
         if part not in PARTS:
             parser.error(f"--parts {part}: must be among {', '.join(PARTS)}")
@@ -577,8 +578,6 @@ def arguments(given):
             parser.error(f"--parts {part}: needs --device cuda")
     if options.device == "cuda" and not nsa.device_count():
         parser.error("--device cuda: no GPU, or this build of nsa has no CUDA")
-    if options.repeats < 0:
-        parser.error(f"--repeats {options.repeats}: must be >= 0")
     return options
 
 

@@ -30,6 +30,9 @@ import time
 from datetime import date
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from options import amount, integer, integers
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = os.environ.get("NSA_PROGRAM", "build/bin/nsa")
 SHAPE = {
@@ -47,10 +50,6 @@ ENGINES = {
     "bf16": "llama.cpp, weights in bfloat16",
     "f16": "llama.cpp, weights in float16",
 }
-
-
-def numbers(text):
-    return [int(number) for number in text.split(",")]
 
 
 # ---------------------------------------------------------------------------------------------------------- the models
@@ -166,7 +165,7 @@ def run_nsa(engine, context, cores, options):
 
 
 def run_llama_cpp(engine, context, cores, options):
-    prompt_threads = len(numbers(options.prompt_cores)) if options.prompt_cores else options.threads
+    prompt_threads = len(options.prompt_cores.split(",")) if options.prompt_cores else options.threads
     command = [options.llama_cpp / "llama-batched-bench", "-m", model_path(options.work, engine), "-npl", 1]
     command += ["-npp", context, "-ntg", options.tokens, "-c", context + options.tokens, "--output-format", "jsonl"]
     command += ["-t", options.threads, "-tb", prompt_threads]
@@ -255,15 +254,15 @@ def main():
     parser.add_argument("work", type=Path, help="folder for models and prompts")
     parser.add_argument("--llama-cpp", type=Path, required=True, help="folder with llama-batched-bench")
     parser.add_argument("--version", default="", help="version of llama.cpp, for the record")
-    parser.add_argument("--contexts", type=numbers, default=[1024, 8192, 32768, 65536])
+    parser.add_argument("--contexts", type=integers, default=[1024, 8192, 32768, 65536])
     parser.add_argument("--engines", default=",".join(ENGINES))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=64, help="number of tokens to generate")
-    parser.add_argument("--repeats", type=int, default=1, help="runs per figure, of which the median counts")
+    parser.add_argument("--threads", type=integer, default=2)
+    parser.add_argument("--tokens", type=integer, default=64, help="number of tokens to generate")
+    parser.add_argument("--repeats", type=integer, default=1, help="runs per figure, of which the median counts")
     parser.add_argument("--cores", nargs="*", default=[""], help="cores of each of the programs at a time")
-    parser.add_argument("--max-others", type=float, help="cores that other processes may keep busy during a run")
+    parser.add_argument("--max-others", type=amount, help="cores that other processes may keep busy during a run")
     parser.add_argument("--prompt-cores", default="", help="cores of llama.cpp's prompt, one thread each")
-    parser.add_argument("--limit", type=float, default=3600, help="seconds for all runs (default %(default)s)")
+    parser.add_argument("--limit", type=amount, default=3600, help="seconds for all runs (default %(default)s)")
     parser.add_argument("--json", type=Path, help="file to which the results are added")
     options = parser.parse_args()
     options.given = [word for word in given if word not in ("--json", str(options.json))]

@@ -40,6 +40,9 @@ from datetime import date
 from itertools import pairwise
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from options import amount
+
 PARTS = ("dense", "sparse", "tokens_float32", "tokens", "tokens_dense", "tokens_trained", "rest", "operator")
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--json", required=True, metavar="FILE", help="results")
@@ -47,7 +50,7 @@ parser.add_argument("--parts", nargs="+", choices=PARTS, help="parts to run, def
 parser.add_argument("--trained", metavar="FOLDER", help="model of tokens_trained")
 parser.add_argument("--tiny", action="store_true", help="a small model in float32, without CUDA graphs")
 parser.add_argument("--runner", choices=("1", "2"), help="model runner of vLLM, default: vLLM chooses")
-parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="most time of a part")
+parser.add_argument("--limit", type=amount, default=240, metavar="SECONDS", help="most time of a part")
 parser.add_argument("--work", help=argparse.SUPPRESS)
 OPTIONS = parser.parse_args()
 OPTIONS.parts = OPTIONS.parts or [part for part in PARTS if part != "tokens_trained" or OPTIONS.trained]

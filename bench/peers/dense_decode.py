@@ -17,19 +17,20 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
+from pathlib import Path
 
 import torch
 
 from peers import flash3_interface
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from options import integers
+
 HEADS, KV_HEADS, DIM = 64, 4, 128
 TURNS = 256 << 20  # bytes of all caches
 SPLITS = 4, 16, 64
 WAYS = ["cudnn", *(f"cudnn{count}" for count in SPLITS), "flash", "flash3"]
-
-
-def numbers(text):
-    return [int(number) for number in text.split(",")]
 
 
 def normal(*shape):
@@ -118,11 +119,11 @@ class Step:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=numbers, default=[8192, 16384, 32768, 65536, 131072, 262144])
-    parser.add_argument("--batch", type=numbers, default=[32, 8, 1], help="numbers of sequences, comma-separated")
+    parser.add_argument("--contexts", type=integers, default=[8192, 16384, 32768, 65536, 131072, 262144])
+    parser.add_argument("--batch", type=integers, default=[32, 8, 1], help="numbers of sequences, comma-separated")
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
-    if not all(context > 0 and context % SPLITS[-1] == 0 for context in options.contexts):
+    if any(context % SPLITS[-1] for context in options.contexts):
         parser.error(f"--contexts {options.contexts}: multiples of {SPLITS[-1]}, which is the most splits")
     result = {"problem": f"H={HEADS} Hkv={KV_HEADS} D={DIM} bfloat16, contiguous caches, torch {torch.__version__}"}
     result |= {"gpu": torch.cuda.get_device_name(), "unit": "us", "steps": []}

@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 import types
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +43,9 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from options import integer, integers
 
 KERNEL, STRIDE, BLOCK, TOPN, INIT, LOCAL, WINDOW = 32, 16, 64, 16, 1, 2, 512
 PATTERNS = ("model-like", "random", "clustered")
@@ -518,15 +522,8 @@ def load(kinds, problem):
     return loaded
 
 
-def lengths_of(text):
-    lengths = [int(length) for length in text.split(",")]
-    if min(lengths) < KERNEL:
-        raise ValueError
-    return lengths
-
-
 def dims_of(text):
-    key_dim, value_dim = (int(dim) for dim in text.split(","))
+    key_dim, value_dim = integers(text)
     return key_dim, value_dim
 
 
@@ -535,19 +532,19 @@ def main():
     parser.add_argument("--xunhaolai", type=Path, metavar="FOLDER")
     parser.add_argument("--flash-nsa", type=Path, metavar="FOLDER")
     parser.add_argument("--program", type=Path, default=PROGRAM, help="the program nsa, which chooses the blocks")
-    parser.add_argument("--lengths", type=lengths_of, default="8192,32768,65536")
-    parser.add_argument("--heads", type=int, default=64)
-    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--lengths", type=partial(integers, least=KERNEL), default="8192,32768,65536")
+    parser.add_argument("--heads", type=integer, default=64)
+    parser.add_argument("--kv-heads", type=integer, default=4)
     parser.add_argument(
         "--head-dims", type=dims_of, default="128,128", metavar="DK,DV", help="head dimensions of keys and values"
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="run only stages whose name contains this text")
-    parser.add_argument("--longest-dense", type=int, default=131072, help="maximum length of dense attention, tokens")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--longest-dense", type=integer, default=131072, help="maximum length of dense attention, tokens"
+    )
+    parser.add_argument("--repeats", type=integer, default=7)
     parser.add_argument("--json", type=Path, help="file for the results, rewritten after every length")
     options = parser.parse_args()
-    if options.repeats < 1:
-        parser.error("--repeats must be 1 or more")
     if options.json and not options.json.parent.is_dir():
         parser.error(f"--json: there is no folder {options.json.parent}")
     if not options.program.is_file():

@@ -7,11 +7,16 @@ with each one's block selection, and with the same blocks for both. Usage: fp8_c
 import argparse
 import itertools
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 
 import nsa
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from options import integer
 
 HEADS, KV_HEADS, DIM, QUERIES = 64, 4, 128, 16
 CFG = nsa.NSAConfig()
@@ -44,7 +49,7 @@ def milliseconds(cache: nsa.KVCache, length: int, new: list[torch.Tensor]) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=integer, default=1)
     torch.set_num_threads(parser.parse_args().threads)
     for length in (8192, 65536):
         caches = {name: filled(dtype, length) for name, dtype in DTYPES.items()}

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from torch.autograd import Function
 
 import nsa
 from nsa._registration import call, ops
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from options import integer
 
 
 class Nothing(Function):
@@ -114,8 +118,8 @@ def measure(found, repeats, calls):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--repeats", type=integer, default=40)
+    parser.add_argument("--calls", type=integer, default=200)
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -16,6 +16,7 @@ for shapes that a training step has no memory for. --attention-only: of the oper
 import argparse
 import json
 import statistics
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,7 +29,11 @@ from transformers import AutoModelForCausalLM
 import nsa
 from nsa.hf import NsaLlamaConfig, NsaLlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from options import amount, integer
+
 CHUNK = 8192  # tokens of a prompt in one call, so that long prompts have room
+DTYPES = "bfloat16", "float16", "float32"
 AT_ONCE = 64  # decode steps, after which a cache has written what it recorded
 STEPS = (1, 16, 128, 2048)  # new tokens in a call that is compared with the training forward; also all
 
@@ -169,26 +174,26 @@ def attention(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--new", type=int, default=64, help="tokens that are sampled")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--length", type=integer, default=2048, help="tokens of a prompt")
+    parser.add_argument("--batch", type=integer, default=2)
+    parser.add_argument("--new", type=integer, default=64, help="tokens that are sampled")
     parser.add_argument("--model", help="folder of a trained model for nsa.hf, as python -m nsa.convert writes it")
     parser.add_argument("--text", type=Path, nargs="+", help="prompts for a model of bytes; default: random tokens")
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--train-dtype", help="of the trainer, default --dtype")
+    parser.add_argument("--hidden-size", type=integer, default=256)
+    parser.add_argument("--layers", type=integer, default=4)
+    parser.add_argument("--heads", type=integer, default=16)
+    parser.add_argument("--kv-heads", type=integer, default=4)
+    parser.add_argument("--head-dim", type=integer, default=64)
+    parser.add_argument("--train-dtype", choices=DTYPES, help="of the trainer, default --dtype")
     parser.add_argument(
         "--initializer-range",
-        type=float,
+        type=amount,
         default=0.1,
         help="of the random weights: large, or the model says the same whatever it attends to; its square root of the "
         "hidden size times as much is the gain of a linear layer, which multiplies rounding",
     )
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=integer, default=5)
     parser.add_argument("--decode-only", action="store_true")
     parser.add_argument("--attention-only", action="store_true")
     parser.add_argument("--json")

@@ -25,7 +25,9 @@ import torch
 import nsa
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bench" / "peers"))
+sys.path[:0] = str(ROOT / "bench"), str(ROOT / "bench" / "peers")
+
+from options import integer, integers  # noqa: E402
 
 from peers import PROGRAM, commit_of, given_blocks  # noqa: E402
 
@@ -96,13 +98,11 @@ def main():
         "--stages", type=Path, required=True, metavar="PROGRAM", help="built program of bench/gpu/cuda_stages.cu"
     )
     parser.add_argument("--program", type=Path, default=PROGRAM, help="the program nsa, which chooses the blocks")
-    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default="4096,8192,65536")
-    parser.add_argument("--repeats", type=int, default=15, help="calls from Python in a round")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--lengths", type=integers, default="4096,8192,65536")
+    parser.add_argument("--repeats", type=integer, default=15, help="calls from Python in a round")
+    parser.add_argument("--turns", type=integer, default=3)
     parser.add_argument("--json", type=Path, help="file for the results, rewritten after every round")
     options = parser.parse_args()
-    if min(options.repeats, options.turns, *options.lengths) < 1:
-        parser.error("--repeats, --turns and --lengths must be 1 or more")
     if not options.program.is_file():
         parser.error(f"--program: there is no file {options.program}")
     if not torch.cuda.is_available():

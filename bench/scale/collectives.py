@@ -12,27 +12,37 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from options import amounts, integer, integers
+
 
 def arguments():
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="1,4,16,64,256,1024,2048", help="sizes, MiB (default %(default)s)")
-    parser.add_argument("--ranks", help="additional group sizes, e.g. 2,4 (default: only all ranks)")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--sizes", type=amounts, default="1,4,16,64,256,1024,2048", help="sizes, MiB (default %(default)s)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=partial(integers, least=2),
+        default=[],
+        help="additional group sizes, e.g. 2,4 (default: only all ranks)",
+    )
+    parser.add_argument("--repeats", type=integer, default=5)
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
-    options.sizes = [float(size) for size in options.sizes.split(",")]
-    options.ranks = [int(count) for count in options.ranks.split(",")] if options.ranks else []
-    if min(options.sizes) <= 0 or options.repeats < 1:
-        parser.error("--sizes and --repeats: must be above 0")
-    if not all(2 <= count <= dist.get_world_size() for count in options.ranks):
+    if min(options.sizes) == 0:
+        parser.error("--sizes: must be above 0")
+    if max(options.ranks, default=2) > dist.get_world_size():
         parser.error(f"--ranks {options.ranks}: must be in 2 ... {dist.get_world_size()}")
     return options
 

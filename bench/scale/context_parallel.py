@@ -39,7 +39,6 @@ Each chunk has one warm-up call; times are the medians of --repeats calls.
 import argparse
 import json
 import os
-import re
 import statistics
 import sys
 from functools import partial
@@ -51,61 +50,73 @@ import nsa
 from nsa.parallel.layout import LAYOUTS, chunk_owners, divide
 from timing import DTYPES, device_name, median_of, time_chunk
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from options import amount, integer, integers
+
 
 def arguments():
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--simulated-ranks", type=int, metavar="N", help="ranks to simulate on one device (default: run torchrun's)"
+        "--simulated-ranks", type=integer, metavar="N", help="ranks to simulate on one device (default: run torchrun's)"
     )
-    parser.add_argument("--tokens", default=str(2**20), help="sequence lengths, tokens (default %(default)s)")
+    parser.add_argument(
+        "--tokens", type=integers, default=str(2**20), help="sequence lengths, tokens (default %(default)s)"
+    )
     parser.add_argument(
         "--layout", choices=LAYOUTS, default="head_tail", help="layout of simulated ranks (default %(default)s)"
     )
-    parser.add_argument("--heads", type=int, default=64)
-    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--heads", type=integer, default=64)
+    parser.add_argument("--kv-heads", type=integer, default=4)
     parser.add_argument(
-        "--head-dim", type=int, default=128, help="head dimension of keys and values (default %(default)s)"
+        "--head-dim", type=integer, default=128, help="head dimension of keys and values (default %(default)s)"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--ranks", type=int, nargs="*", help="simulated ranks to time (default: all)")
+    parser.add_argument("--repeats", type=integer, default=5)
     parser.add_argument(
-        "--alone", type=int, default=2**19, help="maximum length that one device runs too, tokens (%(default)s)"
+        "--ranks", type=partial(integer, least=0), nargs="*", help="simulated ranks to time (default: all)"
     )
     parser.add_argument(
-        "--rows", type=int, default=4, help="queries per chunk to compare with float64 (default %(default)s; 0: none)"
+        "--alone",
+        type=partial(integer, least=0),
+        default=2**19,
+        help="maximum length that one device runs too, tokens (%(default)s)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=600, help="time limit after which no row starts, seconds (default %(default)s)"
+        "--rows",
+        type=partial(integer, least=0),
+        default=4,
+        help="queries per chunk to compare with float64 (default %(default)s; 0: none)",
     )
     parser.add_argument(
-        "--at-once", default="", metavar="N,N", help="numbers of KV heads gathered at once, a row for each"
+        "--seconds",
+        type=amount,
+        default=600,
+        help="time limit after which no row starts, seconds (default %(default)s)",
     )
-    parser.add_argument("--bits", type=int, default=0, metavar="RUNS", help="number of runs whose bits are compared")
-    parser.add_argument("--chunks", type=int, default=16, help="number of chunks in --bits (default %(default)s)")
+    parser.add_argument(
+        "--at-once",
+        type=integers,
+        default=[],
+        metavar="N,N",
+        help="numbers of KV heads gathered at once, a row for each",
+    )
+    parser.add_argument(
+        "--bits",
+        type=partial(integer, least=0),
+        default=0,
+        metavar="RUNS",
+        help="number of runs whose bits are compared",
+    )
+    parser.add_argument("--chunks", type=integer, default=16, help="number of chunks in --bits (default %(default)s)")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
-    try:
-        options.tokens = [int(number) for number in options.tokens.split(",")]
-    except ValueError:
-        parser.error(f"--tokens {options.tokens}: must be integers with commas between them")
-    if not re.fullmatch(r"(\d+(,\d+)*)?", options.at_once):
-        parser.error(f"--at-once {options.at_once}: must be integers with commas between them")
-    options.at_once = [int(number) for number in options.at_once.split(",") if number]
     for at_once in options.at_once:
-        if at_once < 1 or options.kv_heads % at_once:
+        if options.kv_heads % at_once:
             parser.error(f"--at-once {at_once}: must divide the {options.kv_heads} KV heads")
     if options.simulated_ranks is None and "RANK" not in os.environ:
         parser.error("--simulated-ranks: must be given where torchrun does not start the ranks")
-    least = {"tokens": min(options.tokens), "simulated_ranks": options.simulated_ranks or 1}
-    for name in ("simulated_ranks", "tokens", "heads", "kv_heads", "head_dim", "repeats", "chunks"):
-        if (value := least.get(name, getattr(options, name))) < 1:
-            parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    for name in ("alone", "rows", "bits", "seconds"):
-        if getattr(options, name) < 0:
-            parser.error(f"--{name} {getattr(options, name)}: must be at least 0")
     if options.simulated_ranks is None:
         return parser, options
     if len(options.tokens) > 1:

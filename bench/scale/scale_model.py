@@ -15,9 +15,13 @@ at each time of their context parallelism. tools/scale.py writes docs/guide/scal
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from options import integer, integers
 
 RESULTS = Path(__file__).parents[1] / "results"
 SETTINGS = {"num_heads": "heads", "num_kv_heads": "kv_heads", "head_dim": "head_dim", "dtype": "dtype"}
@@ -53,11 +57,11 @@ class Fabric:
         name, *numbers = text.split(":")
         if len(numbers) not in (2, 3):
             raise argparse.ArgumentTypeError(f"{text}: must be NAME:LATENCY_us:GB/s[:most GPUs]")
-        latency, bandwidth, *most = map(float, numbers)
-        if latency < 0 or bandwidth <= 0:
+        latency, bandwidth = map(float, numbers[:2])
+        if not (0 <= latency < math.inf and bandwidth > 0):
             raise argparse.ArgumentTypeError(f"{text}: latency must be at least 0, bandwidth above 0")
         collectives = ("all_gather", "all_to_all", "reduce_scatter")
-        return cls(name, dict.fromkeys(collectives, (1e-6 * latency, 1e9 * bandwidth)), int(most[0]) if most else 1024)
+        return cls(name, dict.fromkeys(collectives, (1e-6 * latency, 1e9 * bandwidth)), *map(integer, numbers[2:]))
 
     @classmethod
     def measured(cls, result):
@@ -247,14 +251,6 @@ def draw(model, options, fabrics, measured=()):
     figure.savefig(options.picture, dpi=110)
 
 
-def numbers(text):
-    """Integers with commas between them."""
-    found = [int(number) for number in text.split(",")]
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return found
-
-
 def main():
     """Prints the errors, and a table for each length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -263,11 +259,11 @@ def main():
     parser.add_argument("--collectives", type=Path, nargs="*", default=[])
     parser.add_argument("--measured", type=Path, nargs="*", default=[])
     parser.add_argument("--fabric", type=Fabric.given, action="append", default=[])
-    parser.add_argument("--tokens", type=numbers, default=[2**20])
-    parser.add_argument("--gpus", type=numbers, default=[2**i for i in range(1, 11)])
+    parser.add_argument("--tokens", type=integers, default=[2**20])
+    parser.add_argument("--gpus", type=integers, default=[2**i for i in range(1, 11)])
     parser.add_argument(
         "--from",
-        type=int,
+        type=integer,
         default=16384,
         dest="shortest",
         help="minimum length in the fit, tokens (default %(default)s)",

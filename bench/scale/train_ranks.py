@@ -31,6 +31,9 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from options import amount, integer
+
 SAID = re.compile(r"nsa: rank (\d+): step \d+: .*; the last checkpoint, of step \d+, is in .*; resume with --resume")
 
 
@@ -40,18 +43,18 @@ def arguments():
     split = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("speed", "kill"))
-    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--ranks", type=integer, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
     parser.add_argument(
-        "--at", type=int, default=50, help="step after whose log line a rank is killed (default %(default)s)"
+        "--at", type=integer, default=50, help="step after whose log line a rank is killed (default %(default)s)"
     )
     parser.add_argument(
-        "--limit", type=float, default=120, help="time limit of each start, seconds (default %(default)s)"
+        "--limit", type=amount, default=120, help="time limit of each start, seconds (default %(default)s)"
     )
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(given[:split])
-    if options.ranks < (least := 2 if options.what == "kill" else 1):
-        parser.error(f"--ranks {options.ranks}: must be at least {least}")
+    if options.what == "kill" and options.ranks < 2:
+        parser.error(f"--ranks {options.ranks}: must be at least 2")
     options.train = given[split + 1 :]
     return options
 

@@ -66,11 +66,11 @@ def test_wrong_result_and_failure_are_reported(llama, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--lengths", "0"), "--lengths 0: must be positive integers"),
-        (("--batches", "1,x"), "--batches 1,x: must be positive integers"),
+        (("--lengths", "0"), "--lengths: 0: must be an integer of at least 1"),
+        (("--batches", "1,x"), "--batches: x: must be an integer of at least 1"),
         (("--parts", "prefill,nothing"), "--parts nothing: must be among prefill"),
         (("--parts", "graph"), "--parts graph: needs --device cuda"),
-        (("--repeats", "-1"), "--repeats -1: must be >= 0"),
+        (("--repeats", "-1"), "--repeats: -1: must be an integer of at least 0"),
     ],
 )
 def test_its_options_refused(llama, capsys, options, message):

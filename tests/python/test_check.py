@@ -1,7 +1,9 @@
-"""bench/check.py tells slower rows, and refuses what cannot be compared."""
+"""bench/check.py tells slower rows and refuses what cannot be compared; numbers that measuring programs refuse."""
 
 import copy
 import json
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -101,3 +103,27 @@ def test_others_are_refused(check, part, name, told):
 ])  # fmt: skip
 def test_what_is_no_result_is_refused(check, new, told):
     assert check(new) == (2, [], told)
+
+
+PROGRAMS = "host_time", "fp8_cache", "dense_decode", "peers", "generate_speed", "llama_cpp", "train_ranks"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_numbers_that_are_refused(name, monkeypatch, capsys):
+    (program,) = (ROOT / "bench").rglob(f"{name}.py")
+    monkeypatch.syspath_prepend(str(program.parent))
+    taken = re.findall(r'"(--[\w-]+)", type=(integer|integers|amount)\b', program.read_text(encoding="utf-8"))
+    assert taken
+    for option, kind in taken:
+        for text in ("-3", "nan", "inf", "x", "1,-1"):
+            monkeypatch.setattr(sys, "argv", [str(program), option, text])
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_path(str(program), run_name="__main__")
+            told = capsys.readouterr().err.splitlines()[-1]
+            refused = text.split(",")[-1] if kind == "integers" else text
+            assert ended.value.code == 2 and f"argument {option}: {refused}: must be " in told
+
+
+def test_every_number_has_a_range():
+    programs = {*(ROOT / "bench").rglob("*.py"), *(ROOT / "examples").glob("*.py")} - {ROOT / "bench/check.py"}
+    assert [p.name for p in programs if re.search(r"type=(int|float|lambda)\b", p.read_text(encoding="utf-8"))] == []

@@ -92,9 +92,9 @@ def test_bits(tmp_path):
     (("--tokens", "1024"), "--simulated-ranks: must be given where torchrun does not start the ranks"),
     (("--simulated-ranks", "2", "--tokens", "1024,2048"), "--tokens: must be one length with --simulated-ranks"),
     (("--simulated-ranks", "2", "--tokens", "1000"), "the shortest length that works is"),
-    (("--simulated-ranks", "2", "--tokens", "many"), "--tokens many: must be integers with commas between them"),
+    (("--simulated-ranks", "2", "--tokens", "many"), "--tokens: many: must be an integer of at least 1"),
     (("--simulated-ranks", "2", "--ranks", "2"), "--ranks [2]: must be in 0 ... 1"),
-    (("--simulated-ranks", "2", "--at-once", "1,x"), "--at-once 1,x: must be integers with commas between them"),
+    (("--simulated-ranks", "2", "--at-once", "1,x"), "--at-once: x: must be an integer of at least 1"),
     (("--simulated-ranks", "2", "--at-once", "2,3"), "--at-once 3: must divide the 2 KV heads"),
 ))  # fmt: skip
 def test_refused(bench, options, message, monkeypatch, capsys):

@@ -136,6 +136,8 @@ def test_refused(model):
         ((), "--fabric, --collectives or --measured: must be given"),
         (("net:1",), "net:1: must be NAME:LATENCY_us:GB/s[:most GPUs]"),
         (("net:1:0",), "net:1:0: latency must be at least 0, bandwidth above 0"),
+        (("net:nan:1",), "net:nan:1: latency must be at least 0, bandwidth above 0"),
+        (("net:1:1:inf",), "--fabric: inf: must be an integer of at least 1"),
     ):
         code, _, told = model(fabrics=fabrics)
         assert code == 2 and message in told
