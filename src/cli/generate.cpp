@@ -4,12 +4,15 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/error.h"
@@ -57,7 +60,10 @@ std::vector<Prompt> prompts_of(const GenerateArguments& arguments, const lm::Tok
   std::vector<std::string> texts;
   if (!arguments.prompts.empty()) {
     std::istringstream lines(base::read_text(arguments.prompts, base::kMaxTextBytes));
-    for (std::string line; std::getline(lines, line);) texts.push_back(line);
+    for (std::string line; std::getline(lines, line);) {
+      if (line.ends_with('\r')) line.pop_back();  // of a file from Windows
+      texts.push_back(line);
+    }
     if (texts.empty()) throw base::Error(fmt::format("{}: is empty; expected one prompt per line", arguments.prompts));
   } else {
     texts.push_back(arguments.prompt_file.empty() ? arguments.prompt
@@ -178,6 +184,24 @@ void run(GenerateArguments& arguments) {
   if (interrupt.signal() != 0) throw Exit{128 + interrupt.signal()};
 }
 
+/// CLI11's transform of an amount of memory into bytes: 1GiB, 0.5 GiB, 512MB or a number of bytes.
+std::string to_bytes(std::string& text) {
+  double number = -1;
+  const char* const end = text.data() + text.size();
+  const auto behind = std::from_chars(text.data(), end, number).ptr;
+  auto unit = CLI::detail::to_lower(CLI::detail::trim_copy(std::string(behind, end)));
+  if (unit.ends_with('b')) unit.pop_back();
+  const double base = unit.size() == 2 && unit.ends_with('i') ? 1024 : 1000;
+  if (base == 1024) unit.pop_back();
+  const auto power = std::string_view("kmgtpe").find(unit);
+  if (!unit.empty()) number *= std::pow(base, static_cast<double>(power + 1));
+  if (unit.size() > 1 || power == std::string_view::npos || !(number >= 0 && number < 0x1p63)) {
+    return fmt::format("{}: must be bytes, or a number with a unit: kB, MB, GB ... or KiB, MiB, GiB ...", text);
+  }
+  text = fmt::format("{:.0f}", std::floor(number));
+  return "";
+}
+
 }  // namespace
 
 void add_generate(CLI::App& app) {
@@ -217,11 +241,11 @@ void add_generate(CLI::App& app) {
       "--kv-cache-dtype", arguments->kv_cache_dtype,
       "Data type of the KV cache: auto (that of --dtype) or fp8 (e4m3, half of bfloat16's memory; attention nsa only)");
   cache_dtype->check(CLI::IsMember({"auto", "fp8"}));
-  auto* const limit = command->add_option(
-      "--max-memory", arguments->max_memory,
-      "Limit of resident memory on the CPU, in bytes or with a unit (2GiB). Prompts are read in shorter chunks to keep "
-      "it; what cannot keep it is refused. 0: no limit");
-  limit->transform(CLI::AsSizeValue(true));
+  auto* const limit = command->add_option("--max-memory", arguments->max_memory,
+                                          "Limit of resident memory on the CPU, in bytes or with a unit (0.5GiB). "
+                                          "Prompts are read in shorter chunks to keep "
+                                          "it; what cannot keep it is refused. 0: no limit");
+  limit->transform(CLI::Validator(to_bytes, "SIZE"));
   arguments->machine.add(*command);
   command
       ->add_flag("--no-cache", arguments->no_cache,

@@ -107,6 +107,10 @@ def test_a_subcommand_is_needed(arguments):
         (["train", "--out", "x", "--document-bytes", 0], "--document-bytes"),
         (["generate", "x", "--seed", -1], "must be an integer"),
         (["generate", "x", "--temperature", "inf"], "must be a finite number"),
+        *(
+            (["generate", "x", "--max-memory", size], f"{size}: must be bytes, or a number with a unit: kB, MB, GB")
+            for size in ("2XB", "-1GiB", "nan", "1e30", "8EiB", "GiB", "1iB", "1kmB", "0x1GiB")
+        ),
         (["needle", "x", "--depths", "0.5,nan"], "must be a finite number"),
         (["needle", "x", "--lengths", 2**40], "--lengths"),
         (["bench", "--lengths", 2**40], "--lengths"),

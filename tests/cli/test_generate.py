@@ -222,6 +222,26 @@ def test_prompts_by_numbers(trained, tmp_path):
     assert done.stdout.decode() == f"256 100 101 {texts[0]} \n256 104 {texts[1]} \n"
 
 
+def test_lines_that_end_as_on_windows(trained, tmp_path):
+    """A prompt per line has no carriage return; the prompt that is a file has all of its bytes."""
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"def f\r\nclass\r\n")
+    options = ["--temperature", 0, "--tokens", 1]
+    report, _ = reported(trained["nsa"], tmp_path, "--prompts", path, *options)
+    assert [sequence["prompt_tokens"] for sequence in report["sequences"]] == [6, 6]
+    report, _ = reported(trained["nsa"], tmp_path, "--prompt-file", path, *options)
+    assert report["sequences"][0]["prompt_tokens"] == 1 + len(path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("size", "mebibytes"),
+    [("2.5MiB", 3), ("0.001 gib", 2), ("1048576", 1), ("2e6", 2), ("5MB", 5), ("9000k", 9)],
+)
+def test_max_memory_takes_fractions_and_units(trained, size, mebibytes):
+    message = refused("generate", trained["nsa"], "--tokens", 1, "--max-memory", size)
+    assert f"--max-memory {mebibytes} MiB: must be at least" in message
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [(["--temperature", -1], "temperature = -1"), (["--top-p", 0], "top_p = 0"), (["--top-k", -3], "top_k = -3"),
