@@ -213,9 +213,9 @@ class LayerReplay:
         return rows
 
     def compare(self, given: Tensor, selected: Tensor) -> None:
-        """Counts the rows of (..., Hkv, topk) that differ. Rows of padding have no blocks and do not count."""
+        """Counts the rows of (..., Hkv, topk) that differ as sets. Rows of padding have no blocks and do not count."""
         real = (given >= 0).any(-1)
-        different = (given != selected).any(-1) & real
+        different = (_ascending(given) != _ascending(selected)).any(-1) & real
         self.counts.append(torch.stack((different.sum(), real.sum())))
 
 
@@ -292,6 +292,12 @@ def _sparse_layers(model: nn.Module) -> list[NativeSparseAttention]:
     if not layers:
         raise ValueError("model: has no sparse layer: must have at least one nsa.NativeSparseAttention")
     return layers
+
+
+def _ascending(indices: Tensor) -> Tensor:
+    """The blocks of each row once, in one order."""
+    rows = indices.sort(-1).values
+    return rows.masked_fill(nn.functional.pad(rows.diff(dim=-1) == 0, (1, 0)), -1).sort(-1).values
 
 
 def _forced(positions: Tensor, blocks: int, cfg: NSAConfig) -> Tensor:

@@ -56,6 +56,24 @@ def test_training_attends_to_what_was_selected(prompts, share_kv):
         assert different <= len(lengths) * 2  # the last tokens, which attend to the forced blocks
 
 
+def test_a_selection_is_a_set(prompts):
+    """A record of another program may have blocks in its own order, and one twice: attention is the same."""
+    model = sparse("llama")
+    out, mask, _ = rollout(model, prompts)
+    lengths, found, results = mask.sum(1).tolist(), [], []
+    recorded = collect(out.cache)
+    for records in (
+        recorded,
+        [SelectionRecord(one.indices.flip(-1), one.cfg) for one in recorded],
+        [SelectionRecord(one.indices.where(one.indices >= 0, one.indices[..., :1]), one.cfg) for one in recorded],
+    ):
+        with torch.no_grad(), replay(model, records, lengths, compare=True) as state:
+            results.append(model(out.sequences, attention_mask=mask, use_cache=False).logits)
+        found.append(state.by_layer())
+    assert found[1] == found[2] == found[0] and found[0][0][0] < 7
+    assert all((result - results[0]).abs().max() < 1e-5 for result in results)
+
+
 def test_other_blocks_than_the_importance_selects(prompts):
     """The forward depends on the record: with the blocks of other weights its results are another model's."""
     model = sparse("llama")
