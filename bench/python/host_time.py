@@ -21,6 +21,7 @@ import torch
 from torch.autograd import Function
 
 import nsa
+import nsa.serving
 from nsa._registration import call, ops
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -52,8 +53,8 @@ def ways():
     phi = ("mean", None, None, None, None, None)
     whole = (q, k, v, k, v, k, v, gates)
     rest = (None, None, 0, 0, None)
-    layer_arguments = (*whole, *phi, *phi, *settings, None, None, 0.0, 0, *rest, False, False)
-    attention_arguments = (q, k_c, v_c, k, v, k, v, gates, *settings, 0.0, 0, *rest, False)
+    layer_arguments = (*whole, *phi, *phi, *settings, None, None, 0.0, 0, *rest, False, False, False)
+    attention_arguments = (q, k_c, v_c, k, v, k, v, gates, *settings, 0.0, 0, *rest, False, False)
     operators = {
         "native_sparse_attention": (lambda f: lambda: f(q, k, v, gates, cfg=cfg), layer_arguments),
         "nsa_attention": (lambda f: lambda: f(q, k, v, gates, k_c=k_c, v_c=v_c, cfg=cfg), attention_arguments),
@@ -86,6 +87,7 @@ def ways():
         Nothing.apply(*eight), eight, d_o
     )
     found["decode"] = step(cfg)
+    found["decode_paged"] = paged_step(cfg)
     return found
 
 
@@ -102,6 +104,17 @@ def step(cfg):
     q, k, v, gates, *_ = tensors(1, False)
     idle = torch.zeros(1, dtype=torch.int32)
     return lambda: nsa.decode(q, k, v, gates, cache, num_new=idle)
+
+
+def paged_step(cfg):
+    """A step of an engine's layer with one row of padding; its scheduler made the rest."""
+    layer = nsa.serving.allocate(cfg, 1, 16, page_size=64, num_pages=1, num_pages_c=1, num_slots=1)
+    q, k, v, gates = (t[0] for t in tensors(1, False)[:4])
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    rest = {"query_start_loc": torch.zeros(2, dtype=torch.int32), "seq_lens": torch.zeros(1, dtype=torch.int32)}
+    rest |= {"block_table": table, "block_table_c": table, "overflow": torch.zeros(1, dtype=torch.int32)}
+    out = torch.empty_like(q)
+    return lambda: nsa.serving.decode_paged(q, k, v, gates, layer, cfg=cfg, out=out, **rest)
 
 
 def measure(found, repeats, calls):

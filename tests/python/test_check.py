@@ -127,3 +127,12 @@ def test_numbers_that_are_refused(name, monkeypatch, capsys):
 def test_every_number_has_a_range():
     programs = {*(ROOT / "bench").rglob("*.py"), *(ROOT / "examples").glob("*.py")} - {ROOT / "bench/check.py"}
     assert [p.name for p in programs if re.search(r"type=(int|float|lambda)\b", p.read_text(encoding="utf-8"))] == []
+
+
+def test_host_time_runs():
+    """Its rows call operators by their schemas, which change."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench/python/host_time.py"), "--repeats", "1", "--calls", "1"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0 and re.search(r"^decode_paged +\d+\.\d+$", done.stdout, re.MULTILINE), done.stderr
