@@ -6,7 +6,7 @@ slot that receives the same value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ class _Cache(NamedTuple):
     block_table_c: Tensor
 
 
-def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tensor, Tensor]:
+def prefill_empty_rows(*arguments: Any, names: Callable[[], Mapping[str, str]]) -> tuple[Tensor, Tensor]:
     """The operator `prefill` for empty rows. Other rows take no tokens."""
     branches, cache, others = arguments[:8], _Cache(*arguments[8:20]), arguments[20:]
     *layer, rotate, num_new, indices, k_scale, v_scale = others
@@ -51,7 +51,7 @@ def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tenso
     batch, m = branches[0].shape[:2]
     for name, tensor in zip(_BRANCHES, branches, strict=True):
         if tensor.shape[1] != m:
-            what = f"{names.get(name, name)}: {tuple(tensor.shape)}"
+            what = f"{names().get(name, name)}: {tuple(tensor.shape)}"
             raise ValueError(f"{what}: expected the shape ({batch}, {m}, ...), as many tokens as q")
     if num_new is None:
         num_new = torch.full_like(lengths, m)

@@ -10,7 +10,6 @@ import ctypes
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -40,12 +39,12 @@ _transformed: dict[Any, Fn] = {}
 """Functions for operators inside torch.func's transforms."""
 
 
-def call(operator: Any, *arguments: Any, names: Mapping[str, str] = MappingProxyType({})) -> Any:
+def call(operator: Any, *arguments: Any, names: Callable[[], Mapping[str, str]] = dict) -> Any:
     """operator(*arguments), with ValueError for a refused argument in every version of torch.
 
     What a backend cannot do is a NotImplementedError.
 
-    `names`: what the caller calls arguments of the operator, for the message; "" the same.
+    `names`: gives, for a message, what the caller calls arguments of the operator; "" the same.
     """
     try:
         if torch.compiler.is_compiling():
@@ -59,10 +58,10 @@ def call(operator: Any, *arguments: Any, names: Mapping[str, str] = MappingProxy
         refused = isinstance(error, ValueError) or message.startswith(_REFUSED)
         if not (refused or unsupported or message.startswith(f"{operator.__name__}: ")):  # the last: no page
             raise
-        names = {name: own for name, own in names.items() if own}
-        if names:
+        called = {name: own for name, own in names().items() if own}
+        if called:
             message = re.sub(
-                r"(?<![.\w])({})\b".format("|".join(map(re.escape, names))), lambda found: names[found[0]], message
+                r"(?<![.\w])({})\b".format("|".join(map(re.escape, called))), lambda found: called[found[0]], message
             )
         kind = NotImplementedError if unsupported else ValueError if refused else RuntimeError
         raise kind(message.removeprefix(_REFUSED).removeprefix(_UNSUPPORTED)) from None

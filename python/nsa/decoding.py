@@ -205,7 +205,7 @@ def _step(
     return_indices: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`step` takes the arguments of the operators `decode` and `prefill`, and `names` as `call` does."""
-    names = branch_names(keys[1], values[1], keys[2], values[2])
+    names = partial(branch_names, keys[1], values[1], keys[2], values[2])
     k, k_slc, k_swa = (keys[0] if t is None else t for t in keys)
     v, v_slc, v_swa = (values[0] if t is None else t for t in values)
     weights_k, weights_v = (MEAN if w is None else w for w in weights)

@@ -16,6 +16,9 @@ allowed, naming it, and RuntimeError for other failures.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -276,7 +279,7 @@ def nsa_attention(
         o, or (o, indices): (B, Sq, H, Dv) or (total_q, H, Dv), and int32 as `select_blocks` returns them.
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    names = _names(k_slc="k", v_slc="v", k_swa="k" if k_swa is None else "", v_swa="v" if v_swa is None else "")
+    names = partial(branch_names, None, None, k_swa, v_swa)
     cfg = PAPER if cfg is None else cfg
     tensors = (q, k_c, v_c, k, v, k if k_swa is None else k_swa, v if v_swa is None else v_swa, gates)
     keep = torch.is_grad_enabled() and needs_gradient(*tensors)
@@ -372,7 +375,7 @@ def native_sparse_attention(
         o, or (o, indices), as `nsa_attention`.
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    names = branch_names(k_slc, v_slc, k_swa, v_swa)
+    names = partial(branch_names, k_slc, v_slc, k_swa, v_swa)
     cfg = PAPER if cfg is None else cfg
     at_q, at_k = _positions(q, k, packed, rope)
     keys = (k, k if k_slc is None else k_slc, k if k_swa is None else k_swa)
@@ -392,22 +395,23 @@ def native_sparse_attention(
 
 
 def branch_names(
-    k_slc: Tensor | None, v_slc: Tensor | None, k_swa: Tensor | None, v_swa: Tensor | None
+    k_slc: Tensor | None,
+    v_slc: Tensor | None,
+    k_swa: Tensor | None,
+    v_swa: Tensor | None,
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Names of the operators' arguments for messages; k and v serve the branches that were not given."""
-    return _names(
-        k_cmp="k",
-        v_cmp="v",
-        k_slc="k" if k_slc is None else "",
-        v_slc="v" if v_slc is None else "",
-        k_swa="k" if k_swa is None else "",
-        v_swa="v" if v_swa is None else "",
-    )
-
-
-def _names(**names: str) -> dict[str, str]:
-    names["block_indices"] = "indices"
-    return names
+    return {
+        "k_cmp": "k",
+        "v_cmp": "v",
+        "k_slc": "k" if k_slc is None else "",
+        "v_slc": "v" if v_slc is None else "",
+        "k_swa": "k" if k_swa is None else "",
+        "v_swa": "v" if v_swa is None else "",
+        "block_indices": "indices",
+        **others,
+    }
 
 
 def _positions(

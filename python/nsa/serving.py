@@ -360,8 +360,8 @@ class Step:
             keys, values = (k, k_slc, k_swa), (v, v_slc, v_swa)
             options = (weights, None, rope, softmax_scale, num_new, False)
 
-            def named(*arguments: Any, names: dict[str, str]) -> Any:
-                return step(*arguments, names=names | _NAMES)
+            def named(*arguments: Any, names: Callable[[], dict[str, str]]) -> Any:
+                return step(*arguments, names=lambda: names() | _NAMES)
 
             return _step(named, q, keys, values, gates, rows.of(layer, k_scale, v_scale), *options)  # type: ignore[arg-type, return-value]
 
@@ -390,6 +390,7 @@ class Step:
 
 _PAGED_NAMES = _NAMES | {"prefill": "decode_paged", "decode": "decode_paged"}
 """Names of the operator's arguments in `decode_paged`, for messages."""
+_NAMES_WITH_OUT = _PAGED_NAMES | {"o": "out"}
 
 
 @checked
@@ -462,7 +463,8 @@ def decode_paged(
         TypeError: an argument is of another type.
     """
     _check_layer(layer, _SHARED)
-    names = branch_names(k_slc, v_slc, k_swa, v_swa) | _PAGED_NAMES | ({} if out is None else {"o": "out"})
+    others = _PAGED_NAMES if out is None else _NAMES_WITH_OUT
+    names = partial(branch_names, k_slc, v_slc, k_swa, v_swa, others)
     k_scale, v_scale = _scales_of(layer, k_scale, v_scale)
     k_slc, k_swa = (k if t is None else t for t in (k_slc, k_swa))
     v_slc, v_swa = (v if t is None else t for t in (v_slc, v_swa))
@@ -543,7 +545,8 @@ def fork(
     tables_by_row = [(name, row) for name in ("block_table", "block_table_c") for row in (0, 1)]
     names = {f"cache.{name}[{row ^ flipped}": f"{name}[{row}" for name, row in tables_by_row} | _NAMES  # these first
     rows = int(flipped), 1 - flipped
-    call(ops.fork, *layer[:4], *rings, tables[0], overflow, *tables[1:], cfg.as_list(), *rows, length, names=names)
+    memory = (*layer[:4], *rings, tables[0], overflow, *tables[1:])
+    call(ops.fork, *memory, cfg.as_list(), *rows, length, names=lambda: names)
 
 
 def _check_layer(layer: LayerCache, shared: tuple[str, ...] = ()) -> None:
@@ -551,7 +554,8 @@ def _check_layer(layer: LayerCache, shared: tuple[str, ...] = ()) -> None:
     for name, tensor in zip(LayerCache._fields, layer, strict=True):
         if tensor is None and name in shared:
             continue
-        check_type(f"layer.{name}", tensor, Tensor)
+        if not isinstance(tensor, Tensor):  # `checked` looks at the rest of a tensor if the call fails
+            check_type(f"layer.{name}", tensor, Tensor)
         assert tensor is not None
         if tensor.dim() != 4:
             raise ValueError(f"layer.{name}: {tuple(tensor.shape)}: must have 4 dimensions, the last two (Hkv, D)")
