@@ -164,7 +164,7 @@ for step in $steps; do
     bench)
       if [[ -x $NSA_PROGRAM ]]; then
         dense=(--longest-dense-forward 262144 --no-plain --budget 0.4)
-        flash3=${FLASH3:-$(PYTHONPATH=bench/peers:$PYTHONPATH python3 -c 'import peers; print(peers.flash3_library() or "")')}
+        flash3=${FLASH3:-$(PYTHONPATH=bench/peers:$PYTHONPATH python3 -c 'import dense; print(dense.flash3_library() or "")')}
         [[ -z $flash3 ]] || dense+=(--flash3 "$flash3")
         run bench build-gpu/bin/nsa bench --device cuda --lengths 4096,6144,7168,8192,10240,16384,32768,65536,131072,262144 \
           "${dense[@]}" ${PEERS:+--peers "$PEERS"} --json "$(dirname "$results")/bench_cuda.json"

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from peers import flash3_interface
+from dense import flash3_interface
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from options import integers
