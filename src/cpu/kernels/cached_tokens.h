@@ -36,6 +36,20 @@ void load_stored(const std::byte* row, std::int64_t dim, In* to) {
   }
 }
 
+/// Brings tokens that run_of will be asked for into the second cache. Rows of one head are short and lie apart: too
+/// little in a row for the hardware to see where it goes on.
+inline void prefetch_run(const CachedTokens& tokens, const std::vector<TokenSpan>& spans, std::size_t s,
+                         std::int64_t head, std::int64_t token, std::int64_t count) {
+  const TokenRows& rows = tokens.spans[s];
+  const std::int64_t bytes = tokens.dim * static_cast<std::int64_t>(size_of(rows.dtype)), end = token + count;
+  for (std::int64_t t = std::max(token, spans[s].first); t < end;) {
+    const std::int64_t next = std::min(end, t + rows.run(t));
+    const std::byte* row = rows.at(t, head);
+    for (; t < next; ++t, row += rows.row_stride)
+      for (std::int64_t d = 0; d < bytes; d += 64) __builtin_prefetch(row + d, 0, 2);
+  }
+}
+
 /// Tokens before the span's first are not in a ring any more: zeros. e4m3 comes without its scale.
 template <class In>
 TokenRun<In> run_of(const CachedTokens& tokens, const std::vector<TokenSpan>& spans, std::size_t s, std::int64_t head,
@@ -52,8 +66,6 @@ TokenRun<In> run_of(const CachedTokens& tokens, const std::vector<TokenSpan>& sp
     for (; t < next; ++t, row += rows.row_stride) {
       In* const to = scratch + (t - token) * tokens.dim;
       if (float8) {
-        // Rows of one head are short and lie apart: too little in a row for the hardware to see where it goes on.
-        for (std::int64_t d = 0; d < tokens.dim; d += 64) __builtin_prefetch(row + 16 * rows.row_stride + d);
         load_stored(row, tokens.dim, to);
       } else {
         std::copy_n(reinterpret_cast<const In*>(row), tokens.dim, to);
@@ -125,8 +137,10 @@ class PackedOnDemand {
     const auto run = [&](const CachedTokens& tokens) {
       return run_of<In>(tokens, spans_, span, head, token, count, scratch.tokens.data());
     };
+    prefetch_run(v_, spans_, span, head, token, count);
     const TokenRun<In> k = run(k_);
     pack_columns<Slots, In>(k.data, k.stride, count, static_cast<int>(k_.dim), keys);
+    prefetch_run(k_, spans_, span, head, token + count, std::min<std::int64_t>(end - token - count, kBlockTokens));
     const TokenRun<In> v = run(v_);
     pack_rows<Slots, In>(v.data, v.stride, count, static_cast<int>(v_.dim), values);
     return {.keys = keys,

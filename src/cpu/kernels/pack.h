@@ -64,16 +64,40 @@ void pack_row(const In* x, std::int64_t n, Slot* out) {
   for (std::int64_t i = 0; i < n / e; ++i) out[i] = make_slot<Slots>(x[i * e], x[i * e + e - 1]);
 }
 
-/// Up to 64 tokens from x, `count` of them there: one block in the layout kColumns.
+/// kWidth slots of consecutive elements.
+template <class Slots, class In>
+SlotVec slots_of(const In* x) {
+  if constexpr (Slots::kElements * sizeof(In) == sizeof(Slot)) {
+    SlotVec v;
+    std::memcpy(&v, x, sizeof v);
+    return v;
+  } else {
+    return (SlotVec)load_floats(x);
+  }
+}
+
+/// Up to 64 tokens from x, `count` of them there: one block in the layout kColumns. Squares of slots are transposed in
+/// registers: rows of one head lie so far apart that they share a few sets of the first cache.
 template <class Slots, class In>
 void pack_columns(const In* x, std::int64_t token_stride, int count, int dim, Slot* out) {
   constexpr int e = Slots::kElements;
-  for (int d = 0; d < dim / e; ++d, out += kBlockTokens) {
-    for (int t = 0; t < count; ++t) {
-      const In* pair = x + t * token_stride + d * e;
-      out[t] = make_slot<Slots>(pair[0], pair[e - 1]);
+  const int steps = dim / e, whole = steps / kWidth * kWidth;
+  for (int t = 0; t < kBlockTokens; t += kWidth) {
+    for (int d = 0; d < whole; d += kWidth) {
+      SlotVec rows[kWidth];
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i)
+        rows[i] = t + i < count ? slots_of<Slots>(x + (t + i) * token_stride + d * e) : SlotVec{};
+      transpose(rows);
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i) store_slots(out + (d + i) * kBlockTokens + t, rows[i]);
     }
-    for (int t = count; t < kBlockTokens; ++t) out[t] = 0;
+  }
+  for (int d = whole; d < steps; ++d) {
+    for (int t = 0; t < kBlockTokens; ++t) {
+      const In* pair = x + t * token_stride + d * e;
+      out[d * kBlockTokens + t] = t < count ? make_slot<Slots>(pair[0], pair[e - 1]) : 0;
+    }
   }
 }
 
@@ -119,6 +143,9 @@ TokenRun<In> run_of(const TensorView& tokens, const std::vector<TokenSpan>& span
   return {rows.at(token, head), rows.row_stride};
 }
 
+inline void prefetch_run(const TensorView&, const std::vector<TokenSpan>&, std::size_t, std::int64_t, std::int64_t,
+                         std::int64_t) {}  // as the hardware does
+
 /// All sequences and heads of a tensor or of a cache, packed.
 template <class In>
 class PackedTokens {
@@ -156,6 +183,8 @@ class PackedTokens {
       const TokenRun<In> run =
           run_of<In>(tokens, spans, s, head, token, count, scratch.data() + omp_get_thread_num() * kBlockTokens * dim_);
       Slot* out = slots_.data() + i * block_stride_;
+      prefetch_run(tokens, spans, s, head, token + count,
+                   std::min<std::int64_t>(spans[s].length - token - count, kBlockTokens));
       (columns_ ? pack_columns<Slots, In> : pack_rows<Slots, In>)(run.data, run.stride, count, dim_, out);
       nonfinite_[static_cast<std::size_t>(i)] = any_nonfinite<Slots>(out, block_stride_);
     }

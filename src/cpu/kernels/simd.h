@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -193,6 +194,27 @@ inline SlotVec load_slots(const Slot* p) {
   SlotVec v;
   std::memcpy(&v, p, sizeof v);
   return v;
+}
+
+inline void store_slots(Slot* p, SlotVec v) { std::memcpy(p, &v, sizeof v); }
+
+/// Swaps the blocks of `size` x `size` slots off the diagonal of each block of twice that size.
+template <int size, int... lane>
+inline __attribute__((always_inline)) void swap_blocks(SlotVec (&rows)[kWidth], std::integer_sequence<int, lane...>) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i) {
+    if ((i & size) != 0) continue;
+    const SlotVec a = rows[i], b = rows[i + size];
+    rows[i] = __builtin_shufflevector(a, b, ((lane & size) != 0 ? kWidth + lane - size : lane)...);
+    rows[i + size] = __builtin_shufflevector(a, b, ((lane & size) != 0 ? kWidth + lane : lane + size)...);
+  }
+}
+
+/// rows[i][j] becomes rows[j][i].
+template <int size = kWidth / 2>
+inline __attribute__((always_inline)) void transpose(SlotVec (&rows)[kWidth]) {
+  swap_blocks<size>(rows, std::make_integer_sequence<int, kWidth>{});
+  if constexpr (size > 1) transpose<size / 2>(rows);
 }
 
 /// A slot is one float32.
