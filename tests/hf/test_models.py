@@ -713,6 +713,26 @@ def test_low_rank_adapters_on_all_linear_layers():
         assert error(adapted.merge_and_unload()(ids).logits, expected) < 1e-4
 
 
+def test_each_row_of_a_padded_or_packed_batch_has_its_adapter():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = peft.get_peft_model(sparse("llama"), config, adapter_name="a")
+    adapted.add_adapter("b", config)
+    adapted.eval()
+    ids, mask = padded([tokens(1, n)[0] for n in (70, 100, 33)], "left")
+    with torch.no_grad():
+        found = adapted(input_ids=ids, attention_mask=mask, adapter_names=["a", "b", "a"], use_cache=False).logits
+        positions = torch.arange(50).repeat(2)[None]
+        packed = adapted(input_ids=ids[1:2], position_ids=positions, adapter_names=["b"], use_cache=False).logits
+        for row, name in enumerate("aba"):
+            adapted.set_adapter(name)
+            alone = adapted(input_ids=ids[row : row + 1, mask[row].bool()], use_cache=False).logits
+            assert error(found[row, mask[row].bool()], alone[0]) < 1e-4
+        adapted.set_adapter("b")
+        halves = torch.cat([adapted(input_ids=half, use_cache=False).logits for half in ids[1:2].chunk(2, 1)], 1)
+        assert error(packed, halves) < 1e-4
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2, 2.0, -1, 0.5])
 @pytest.mark.parametrize("name", ["llama", "images"])
 def test_a_mask_holds_tokens_and_padding_only(name, value):
@@ -812,6 +832,8 @@ def test_calls_that_cannot_be_are_refused():
         model(ids, output_attentions=True)
     with pytest.raises(ValueError, match=r"^cache: must be made for the model"):
         model(ids, cache=DynamicCache())
+    with pytest.raises(TypeError, match=r"^cache: tuple: must be transformers.Cache or None"):
+        model(ids, cache=((ids, ids),))
     with pytest.raises(ValueError, match=r"^cache: must be made for the model"):
         model(ids, cache=DynamicCache(config=dense("llama").config), use_cache=True)
     with pytest.raises(ValueError, match=r"^use_cache: must be False with packed sequences"):

@@ -156,15 +156,17 @@ class NsaAttention(NativeSparseAttention):
         rows, cu_seqlens = layout.rows, layout.cu_seqlens
         self.selector_loss = None
         x = hidden_states if rows is None else rows.front(hidden_states)
-        if cache is None and (rows is not None or cu_seqlens is not None):
-            cu_seqlens = cu_seqlens if rows is None else rows.offsets()
-            x = x.flatten(0, 1)
         v = self._branches(self.v_proj, None, x)
         dtype = v["cmp"].dtype  # under autocast, norms leave queries and keys in another
         q = self._heads(self.q_proj(x), self.num_heads)
         q = (q if self.q_norm is None else self.q_norm(q)).to(dtype)
         k = {b: one.to(dtype) for b, one in self._branches(self.k_proj, self.k_norm, x).items()}
         gates = torch.sigmoid(self.gate(x)).to(dtype).unflatten(-1, (-1, 3))
+        if cache is None and (rows is not None or cu_seqlens is not None):
+            # Behind the projections: an adapter of each row takes rows.
+            cu_seqlens = cu_seqlens if rows is None else rows.offsets()
+            q, gates = q.flatten(0, 1), gates.flatten(0, 1)
+            k, v = ({b: one.flatten(0, 1) for b, one in branches.items()} for branches in (k, v))
         inputs = {"weights_k": self.phi_k(dtype), "weights_v": self.phi_v(dtype), "rope": layout.tables}
         if isinstance(self.k_proj, nn.ModuleDict):
             inputs |= {"k_slc": k["slc"], "v_slc": v["slc"], "k_swa": k["swa"], "v_swa": v["swa"]}
@@ -201,7 +203,7 @@ class NsaAttention(NativeSparseAttention):
             held: Any = cache.layers[self.layer_idx]
             inputs |= {"tokens": layout.tokens, "record_selections": self.record_selections}
             o = held.step(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, **inputs)
-        o = self.o_proj(o.flatten(-2)).view(hidden_states.shape)
+        o = self.o_proj(o.flatten(-2).view(*hidden_states.shape[:2], -1))
         return o if rows is None else rows.back(o), None
 
     def _keep_record(
@@ -378,6 +380,7 @@ class _SparseModel(_Sparse):
             use_cache = self.config.use_cache and not torch.is_grad_enabled() and not checkpointing
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
+        check_type("cache", cache, Cache | None)
         if cache is not None:
             for i, kind in enumerate(self.config.layer_types):
                 held = cache.layers[i] if i < len(cache.layers) else None
