@@ -152,10 +152,10 @@ PLANS = {
         "BPE (vocabulary 4000), context 8192, 164 million tokens",
         "--steps 5000 --tokenizer {tokenizer}",
         some(BASE, RECIPE, "recipe-1", "no-selector-loss", "window-128", "qk-norm", "blocks-8-4-32-32")
-        | some("full-partial-rope", "recipe-2-16-16-32-32"),
+        | some("full-partial-rope"),
         seeds=tuple(range(1, 10)),
         fewer=dict.fromkeys(("no-selector-loss", "window-128", "qk-norm", "full-partial-rope"), 1)
-        | {"recipe-1": 5, "blocks-8-4-32-32": 3, "recipe-2-16-16-32-32": 3},
+        | {"recipe-1": 5, "blocks-8-4-32-32": 3},
     ),
     "32k": Plan(
         "Byte-level, context 32768, 98 million bytes",
@@ -183,7 +183,7 @@ PLANS = {
     "retrieval-8k": Plan(
         "Byte-level, context 8192, 164 million bytes, a quarter of them key-value lines",
         "--steps 5000 --batch-size 4 --context-warmup 1024 --eval-every 500 --retrieval-fraction .25 " + CONCATENATED,
-        some(RECIPE, "recipe-1", "blocks-8-4-32-32", WINDOW, BASE, "recipe-2-16-16-32-32"),
+        some(RECIPE, "recipe-1", "blocks-8-4-32-32", WINDOW, BASE),
         fewer=dict.fromkeys(("recipe-1", "blocks-8-4-32-32", WINDOW), 1),
         needle=Needle((8192,), DEPTHS, 100),
         by_baseline={"needle": Needle((8192,), "0,.3,.6,.9", 5)},  # H2O evicts token by token, which takes minutes
@@ -201,7 +201,7 @@ PLANS = {
         "--steps 12 --context 32768 --batch-size 1 --hidden-size 1024 --layers 18 --heads 16 --kv-heads 1 "
         f"--head-dim 128 --ffn-size 3072 {CONCATENATED} --log-every 3 --eval-every 0 "
         "--eval-tokens 32768 --save-every 0",
-        some(BASE, "full-gated", RECIPE, "recipe-1", "no-selector-loss", "recipe-2-16-16-32-32"),
+        some(BASE, "full-gated", RECIPE, "recipe-1", "no-selector-loss"),
         seeds=(1,),
         evaluations=(),
     ),

@@ -18,6 +18,7 @@ are not comparable and are refused: choose another --results, and another --out,
 """
 
 import argparse
+import io
 import json
 import os
 import random
@@ -41,15 +42,15 @@ def make_tokenizer(folder: Path) -> Path:
     import sentencepiece
 
     model = folder / "bpe.model"
-    own = folder / f"bpe-{os.getpid()}"  # of two processes at once
     if model.exists():
         return model
+    trained = io.BytesIO()  # a model that the library writes to a file has the file's name in it
     files = sorted({file for name in ("stdlib", "purelib") for file in Path(sysconfig.get_path(name)).rglob("*.py")})
     random.Random(1).shuffle(files)
     lines = (line for file in files[:3000] for line in file.read_text(errors="ignore").splitlines(keepends=True))
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
-        model_prefix=str(own),
+        model_writer=trained,
         vocab_size=4000,
         model_type="bpe",
         byte_fallback=True,
@@ -59,8 +60,9 @@ def make_tokenizer(folder: Path) -> Path:
         user_defined_symbols=["\n"],
         minloglevel=1,
     )
-    own.with_suffix(".vocab").unlink()
-    own.with_suffix(".model").replace(model)
+    own = folder / f"bpe-{os.getpid()}.model"  # of two processes at once
+    own.write_bytes(trained.getvalue())
+    own.replace(model)
     return model
 
 
@@ -172,7 +174,9 @@ class Runs:
             raise SystemExit(
                 f"{folder}: no step was logged: --log-every must be at most the steps, and metrics.jsonl whole"
             )
-        shared |= {"fingerprint": config["fingerprint"], "context": config["train"]["context"]}
+        shared["context"] = config["train"]["context"]
+        if "--tokenizer" not in plan.options:  # that of a tokenizer is of its file; equal rows have equal tokens
+            shared["fingerprint"] = config["fingerprint"]
         result |= {
             "parameters": config["parameters"]["total"],
             "selected_tokens": config["model"]["topk"] * config["model"]["block_size"],
