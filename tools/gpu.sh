@@ -14,7 +14,7 @@
 #   PEERS=FILE   bench: a result of bench/peers/peers.py on this GPU, for the table of `nsa bench`
 #   FLASH3=FILE   bench: extension module of FlashAttention-3; default: that of an installed package
 #   FLASH_NSA=FOLDER   decode: sources of flash_nsa for bench/peers/peer_decode.py
-# The stage bench also writes, next to $RESULTS, bench_cuda.json, bench_recipe.json and bench_minimax_m3.json, and hf llama.json.
+# The stage bench also writes, next to $RESULTS, bench_{cuda,recipe,recipe_stride_16,minimax_m3}.json, and hf llama.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 steps=${*:-build test python cli sanitize repeat bench decode}
@@ -174,6 +174,10 @@ for step in $steps; do
           "${recipe[@]}" --phi mlp "${dense[@]}" \
           --json "$(dirname "$results")/bench_recipe.json"
         cat "$logs/recipe.log"
+        run stride_16 build-gpu/bin/nsa bench --device cuda --lengths 4096,8192,10240,12288,16384,32768,65536,131072 \
+          --kernel-size 16 --kernel-stride 16 --block-size 32 --topk 32 --phi mlp "${dense[@]}" \
+          --json "$(dirname "$results")/bench_recipe_stride_16.json"
+        cat "$logs/stride_16.log"
         # MiniMax-M3's attention: 16 blocks of 128.
         run minimax_m3 build-gpu/bin/nsa bench --device cuda --lengths 8192,65536 --heads 64 --kv-heads 4 --head-dim 128 \
           --block-size 128 --topk 16 --only selected_attention --budget 0.5 \

@@ -59,24 +59,25 @@ def ratios():
     lengths = (4096, 8192, 16384, 32768, 65536, 131072)
     rows = [["speedup, by sequence length", "setting", *map(str, lengths)]]
     rows.append(["H200, training step, over full attention", *training(lengths)])
-    recipe, bench = Bench("bench_recipe.json"), Bench("bench_cuda.json")
-    for run in (recipe, bench):
+    bench = Bench("bench_cuda.json")
+    for runs in ([Bench("bench_recipe.json"), Bench("bench_recipe_stride_16.json")], [bench]):
         for pass_name, title in PASSES.items():
-            cells = (run.over_dense(pass_name, n, 1) for n in lengths)
-            rows.append([f"H200, {title}, over the fastest dense attention", run.setting(), *cells])
-            found = run.results(pass_name, run.phi)
+            cells = (" / ".join(run.over_dense(pass_name, n, 1) for run in runs) for n in lengths)
+            settings = " / ".join(run.setting() for run in runs)
+            rows.append([f"H200, {title}, over the fastest dense attention", settings, *cells])
+            found = runs[-1].results(pass_name, runs[-1].phi)
             over_peer = {n: r["peer_s"] / r["seconds"] for n, r in found.items() if r.get("peer")}
             if over_peer:
                 cells = (f"{over_peer[n]:.1f}" if n in over_peer else "" for n in lengths)
-                rows.append([f"H200, {title}, over the fastest other NSA implementation", run.setting(), *cells])
-    cpus = [Bench("bench_bfloat16.json"), Bench("bench_bfloat16_zen4.json")]
+                rows.append([f"H200, {title}, over the fastest other NSA implementation", settings, *cells])
+    cpus = [Bench(f"bench_bfloat16{kind}.json") for kind in ("", "_zen4", "_xeon")]
     processors = " / ".join(cpu.machine["processor"] for cpu in cpus)
     for pass_name, title in PASSES.items():
         cells = [" / ".join(filter(None, (over_torch(cpu, pass_name, n) for cpu in cpus))) for n in lengths]
         rows.append([f"CPU (2 threads, {processors}), {title}, over dense attention (torch)", "paper", *cells])
     note = (
-        "Recipe: of [nsa train](docs/guide/training.md#recipe-or-paper). Below the first row: attention alone, "
-        f"bfloat16, {bench.blocks().split(' (')[0]} on the GPU. \\* Extrapolated. ≤: FlashAttention-3 not timed there. "
+        "Recipe, stride 16: of [nsa train](docs/guide/training.md#recipe-or-paper). Below the first row: attention "
+        f"alone, bfloat16, {bench.blocks().split(' (')[0]} on the GPU. \\* Extrapolated. "
         "[Details](docs/performance.md)."
     )
     return f"{table(rows)}\n\n{fill(note)}"

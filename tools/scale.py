@@ -213,12 +213,15 @@ def predicted_section(model, runs):
             "Nothing in this table was run on several GPUs, and no collective has been measured: the latencies (4 and "
             "10 µs a rank) and bandwidths (350 GB/s a GPU within a machine of eight, 45 GB/s beyond) are assumptions."
         )
+    head, rule, *lines = model.errors(runs)
+    shown = [line for line in lines if line.split()[1] in ("65536", str(TOKENS))]
+    others = [int(line.split()[-3]) for line in lines if line not in shown]
     model_of_time = (
         "Time is (a·S + b·S²) / P, with a and b of the least relative error. Measured collectives are added where "
-        "several GPUs ran. The files are of different commits, so speedups between them appear as errors. **Measured** "
-        "and modelled:"
+        "several GPUs ran. The files are of different commits, so speedups between them appear as errors. At other "
+        f"lengths they are {min(others):+d} to {max(others):+d} %. **Measured** and modelled:"
     )
-    errors = "\n".join(model.errors(runs))
+    errors = "\n".join([head, rule, *shown])
     done = {run.gpus for run in runs for row in run.rows() if row["tokens"] == TOKENS}
     predicted = "\n".join(model.table(TOKENS, [n for n in GPUS if n not in done], [*fabrics, *assumed], "all_to_all"))
     return (

@@ -6,7 +6,8 @@ from tables.text import fill, read
 
 PASSES = {"forward": "forward", "forward_backward": "with backward"}
 DENSE = {"cudnn": "cuDNN", "flash2": "FlashAttention-2", "flash3": "FlashAttention-3"}
-BLOCKS = {RECIPE_BLOCKS: "recipe", (32, 16, 64, 16): "paper"}
+BLOCKS = {RECIPE_BLOCKS: "recipe", (16, 16, 32, 32): "stride 16", (32, 16, 64, 16): "paper"}
+WITH_BACKWARD = "bench_recipe_stride_16.json"  # of a package of FlashAttention-3 that has its backward
 RIVALS = {"dense": "the fastest dense attention", "plain": "causal attention on the library's own kernels"}
 
 
@@ -34,23 +35,20 @@ class Bench:
     def times(self, op, variant):
         """Milliseconds by length."""
         if self.borrows(op, variant):
-            rows = read("dense_backward.json")["ms"]["128/128"]
-            return {int(length): sum(row["flash3"].values()) for length, row in rows.items()}
+            return Bench(WITH_BACKWARD).times(op, variant)
         return {length: 1e3 * r["seconds"] for length, r in self.results(op, variant).items()}
 
     def borrows(self, op="dense_forward_backward", variant="flash3"):
-        """Whether the package of FlashAttention-3 had no backward: its times are those of dense_backward.json."""
+        """Whether the package of FlashAttention-3 had no backward: its times are those of another run."""
         borrowed = op == "dense_forward_backward" and variant == "flash3" and not self.results(op, variant)
         return borrowed and bool(self.results("dense_forward", "flash3"))
 
     def over_dense(self, pass_name, length, digits):
-        """Ratio of the fastest dense attention to NSA; at most that where one was measured at other lengths only."""
-        found = [times for form in DENSE if (times := self.times(f"dense_{pass_name}", form))]
-        here = [times[length] for times in found if length in times]
+        """Ratio of the fastest dense attention to NSA."""
+        here = filter(None, (self.times(f"dense_{pass_name}", form).get(length) for form in DENSE))
         ours = self.times(pass_name, self.phi).get(length)
-        if not here or not ours:
-            return ""
-        return ("" if len(here) == len(found) else "≤ ") + f"{min(here) / ours:.{digits}f}"
+        fastest = min(here, default=None)
+        return f"{fastest / ours:.{digits}f}" if fastest and ours else ""
 
     def problem(self):
         s = self.settings

@@ -36,12 +36,12 @@ def decode_steps(result, stages):
         "steps in a graph, each with its own cache. Bytes: time of a copy of the bytes that the step, or dense "
         "attention, has to read. Where the time goes: [findings](findings/decoding/two_kernels.md)."
     )
-    rows = [["sequences", *TIMES.values(), "kernels", "workspace, MiB"]]
+    rows = [["sequences", *TIMES.values()]]
     layers = {times["batch"]: times["layer"] for times in stages["decode_layers"]["steps"]}
     for times in stages["decode"]["steps"]:
         times = times | {"layer": layers.get(times["batch"])}
         cells = ("" if times.get(name) is None else f"{times[name]:.0f}" for name in TIMES)
-        rows.append([str(times["batch"]), *cells, str(times["launches"]), f"{times['workspace_mib']:.1f}"])
+        rows.append([str(times["batch"]), *cells])
     yield table(rows)
     yield from noted(result["stages"]["decode"])
 
@@ -59,6 +59,8 @@ def other_steps(stages):
         dims = re.search(r" (D=\S+)", found["problem"])[1]
         other = "" if dims in default["problem"].split() else f", {dims}"
         for times in found["steps"]:
+            if (times["batch"] == 1 and times["new"] in (2, 4)) or (other and times["batch"] < 32):
+                continue  # between the others
             case = [context, str(times["batch"]), str(times["new"]), found["selection"], times["cache"] + other]
             rows.append([*case, *(f"{times[name]:.0f}" for name in ("median", "floor"))])
     yield "Other cases, medians; other lengths are in the next table:"

@@ -19,7 +19,7 @@ def llama():
     unit = (
         f"Medians in ms, in brackets the peak GiB without the weights (torch {result['torch']}, transformers "
         f"{result['transformers']}). Dense is `LlamaForCausalLM` with `sdpa`. NSA is the same model after "
-        "`nsa.hf.convert`. Layers alone are the converted layers without transformers; results have the same bits."
+        "`nsa.hf.convert`. The last column has the converted layers without transformers; results have the same bits."
     )
     yield source(gpu_of(result), result, problem, unit)
     yield fill(
@@ -28,16 +28,16 @@ def llama():
         "cache at each step, NSA's when it grows. The last rows replay the step as one CUDA graph, with a cache of "
         "fixed size and, for dense attention, a mask."
     )
-    rows = [["", "tokens", "dense", "NSA", "layers alone", "dense / NSA", "NSA / layers alone"]]
+    rows = [["", "tokens", "dense", "NSA", "dense / NSA", "NSA / layers alone"]]
     for part, title in LLAMA_PARTS.items():
         for key, found in sorted(result[part].items(), key=lambda item: [int(n) for n in item[0].split("x")[::-1]]):
             length, _, batch = key.partition("x")
             name = title + (f", {batch} sequences" if batch not in ("", "1") else "")
             times = {who: found[who]["ms"] if who in found else None for who in ("dense", "nsa", "layers")}
-            cells = (f"{figure(times[who])} ({found[who]['peak_gib']:.1f})" if who in found else "" for who in times)
-            rows.append(
-                [name, length, *cells, ratio(times["dense"], times["nsa"]), ratio(times["nsa"], times["layers"])]
-            )
+            models = ("dense", "nsa")
+            cells = (f"{figure(times[who])} ({found[who]['peak_gib']:.1f})" if who in found else "" for who in models)
+            ratios = ratio(times["dense"], times["nsa"]), ratio(times["nsa"], times["layers"])
+            rows.append([name, length, *cells, *ratios])
     yield table(rows)
     rows = [["largest error of logits", "GPU", "CPU", "bound"]]
     for dtype, found in result["equal"].items():
