@@ -42,5 +42,17 @@ TEST(Linear, PackingIsForBfloat16WithAvx512) {
 #endif
 }
 
+TEST(Norm, OfASumHasTheBitsOfAddingFirst) {
+  const at::NoGradGuard no_grad;
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    for (const std::int64_t rows : {0, 1, 300}) {
+      const auto x = at::randn({rows, 1000}), added = at::randn({rows, 1000}).to(dtype), weight = at::rand({1000});
+      const auto out = add_and_norm({x, added}, weight, 1e-6, dtype);
+      EXPECT_TRUE(out.x.equal(x + added));
+      EXPECT_TRUE(out.y.equal(rms_norm(x + added, weight, 1e-6, dtype)));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace nsa::lm

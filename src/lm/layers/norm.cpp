@@ -3,6 +3,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/zeros.h>
@@ -21,12 +22,18 @@ using torch::autograd::variable_list;
 // The weight's gradient is summed over fixed runs of rows and then over the runs, so that threads do not change it.
 constexpr std::int64_t kRun = 128;
 
+/// Of x + added, which is written to `sum`; of x where `added` is null.
 template <class T>
-void forward_rows(const float* x, const float* weight, T* y, float* scale, std::int64_t rows, std::int64_t width,
-                  float eps) {
+void forward_rows(const float* x, const T* added, const float* weight, float* sum, T* y, float* scale,
+                  std::int64_t rows, std::int64_t width, float eps) {
   at::parallel_for(0, rows, kRun, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t row = begin; row < end; ++row) {
-      const float* const in = x + row * width;
+      const float* in = x + row * width;
+      if (added) {
+        float* const out = sum + row * width;
+        for (std::int64_t c = 0; c < width; ++c) out[c] = in[c] + static_cast<float>(added[row * width + c]);
+        in = out;
+      }
       float squares = 0;
 #pragma omp simd reduction(+ : squares)
       for (std::int64_t c = 0; c < width; ++c) squares += in[c] * in[c];
@@ -64,6 +71,20 @@ void backward_rows(const float* x, const float* weight, const T* d_y, const floa
   });
 }
 
+/// As fused_norm, on the CPU. `added` is of type `dtype`.
+FusedNorm norm_on_host(const at::Tensor& x, const at::Tensor& added, const at::Tensor& weight, double eps,
+                       at::ScalarType dtype) {
+  const FusedNorm out{added.defined() ? at::empty(x.sizes(), x.options()) : x,
+                      at::empty(x.sizes(), x.options().dtype(dtype)), at::empty({x.size(0)}, x.options())};
+  AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, dtype, "rms_norm", [&] {
+    forward_rows(x.const_data_ptr<float>(), added.defined() ? added.const_data_ptr<scalar_t>() : nullptr,
+                 weight.const_data_ptr<float>(), added.defined() ? out.sum.mutable_data_ptr<float>() : nullptr,
+                 out.y.mutable_data_ptr<scalar_t>(), out.scale.mutable_data_ptr<float>(), x.size(0), x.size(1),
+                 static_cast<float>(eps));
+  });
+  return out;
+}
+
 /// By loops of our own on the CPU, where torch has no fused form of it, and by kernels of our own on a GPU, where
 /// torch's gives float32 alone.
 class RmsNorm : public torch::autograd::Function<RmsNorm> {
@@ -72,19 +93,10 @@ class RmsNorm : public torch::autograd::Function<RmsNorm> {
                             at::ScalarType dtype) {
     TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && x.dim() == 2 && weight.numel() == x.size(1),
                 "rms_norm: x ", x.sizes(), " with weight ", weight.sizes());
-    if (norm_is_fused(x, dtype)) {
-      const auto fused = fused_norm(x, {}, weight, eps);
-      ctx->save_for_backward({x, weight, fused.scale});
-      return fused.y;
-    }
-    const auto y = at::empty(x.sizes(), x.options().dtype(dtype));
-    const auto scale = at::empty({x.size(0)}, x.options());
-    AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, dtype, "rms_norm", [&] {
-      forward_rows(x.const_data_ptr<float>(), weight.const_data_ptr<float>(), y.mutable_data_ptr<scalar_t>(),
-                   scale.mutable_data_ptr<float>(), x.size(0), x.size(1), static_cast<float>(eps));
-    });
-    ctx->save_for_backward({x, weight, scale});
-    return y;
+    const auto fused =
+        norm_is_fused(x, dtype) ? fused_norm(x, {}, weight, eps) : norm_on_host(x, {}, weight, eps, dtype);
+    ctx->save_for_backward({x, weight, fused.scale});
+    return fused.y;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
@@ -137,6 +149,10 @@ Normed add_and_norm(const Residual& in, const at::Tensor& weight, double eps, at
   if (norm_is_fused(in.x, dtype)) {
     const auto outputs = AddAndNorm::apply(in.x, in.added, weight, eps);
     return {outputs[0], outputs[1]};
+  }
+  if (in.x.is_cpu() && in.added.scalar_type() == dtype && !at::GradMode::is_enabled()) {
+    const auto fused = norm_on_host(in.x.contiguous(), in.added.contiguous(), weight, eps, dtype);
+    return {fused.sum, fused.y};
   }
   const auto x = in.x + in.added;
   return {x, rms_norm(x, weight, eps, dtype)};
