@@ -54,5 +54,15 @@ TEST(Norm, OfASumHasTheBitsOfAddingFirst) {
   }
 }
 
+TEST(SplitHeads, GivesTheSameBitsWithoutGradients) {
+  const std::vector<HeadGroup> groups = {{4, 64, true}, {2, 64, false}, {2, 64, true}, {1, 24, false}};
+  const auto x = at::randn({5, 536}, at::kBFloat16);
+  const Rotation rotation{at::rand({5, 32}), at::rand({5, 32})};
+  const auto expected = split_heads(x, groups, rotation);
+  const at::NoGradGuard no_grad;
+  const auto heads = split_heads(x, groups, rotation);
+  for (std::size_t i = 0; i < groups.size(); ++i) EXPECT_TRUE(heads[i].equal(expected[i])) << i;
+}
+
 }  // namespace
 }  // namespace nsa::lm

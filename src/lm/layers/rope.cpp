@@ -159,7 +159,10 @@ UnrotatedHeads unrotated_heads(const at::Tensor& x, const std::vector<HeadGroup>
 
 std::vector<at::Tensor> split_heads(const at::Tensor& x, const std::vector<HeadGroup>& groups,
                                     const Rotation& rotation) {
-  return SplitHeads::apply(x, rotation.cos, rotation.sin, groups);
+  if (at::GradMode::is_enabled()) return SplitHeads::apply(x, rotation.cos, rotation.sin, groups);
+  auto [heads, copies] = unrotated_heads(x, groups);
+  rotate_all(copies, rotation.cos, rotation.sin);
+  return heads;
 }
 
 }  // namespace nsa::lm
