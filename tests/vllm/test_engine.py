@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -196,15 +197,35 @@ def test_bits_do_not_depend_on_the_batch(folder, monkeypatch):
         assert together == [number for prompt in prompts for number in numbers(generate(llm, [prompt], 16, **sampling))]
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     (
         ("separate", {}, "nsa: share_kv = False: must be True with nsa_llama in vLLM"),
         ("recipe", {"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype = fp8_e5m2: must be auto, fp8 or fp8_e4m3"),
+        ("recipe", {"hf_overrides": {"nsa": {"topk": 4}}}, "nsa: share_kv = False: must be True with nsa_llama"),
+        ("recipe", {"hf_overrides": {"rope_parameters": DYNAMIC}}, "rope_type = 'dynamic': must be default, "),
+        ("recipe", {"hf_overrides": {"dense_layers": [7]}}, "dense_layers: 7: must be 0 ... 2"),
+        ("mistral", {"hf_overrides": {"sliding_window": 64}}, "sliding_window = 64: must be None"),
     ),
 )
 def test_an_engine_that_does_not_start(name, options, message, folder):
     with pytest.raises(ValueError, match=message), engine(folder(name), **options):
+        pass
+
+
+def test_a_checkpoint_without_a_weight_is_refused(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder("recipe"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    for layer in range(2):
+        del weights[f"model.layers.{layer}.self_attn.gate.2.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    missing = r"weights: model\.layers\.0\.self_attn\.gate\.2\.weight and 1 others: must be in the checkpoint"
+    with pytest.raises(ValueError, match=missing), engine(tmp_path):
         pass
 
 

@@ -126,9 +126,6 @@ class Sparse(Loadable):
         super().__post_init__(**kwargs)
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if (window := getattr(self, "sliding_window", None)) is not None:
-            switch = "" if not hasattr(self, "use_sliding_window") else " (use_sliding_window = False)"
-            raise ValueError(f"sliding_window = {window}: must be None{switch}")
         self._complete()
 
     @classmethod
@@ -165,6 +162,9 @@ class Sparse(Loadable):
 
     def _complete(self) -> None:
         """Checks `nsa` and `dense_layers` and what follows from them; again for a model, as fields may be changed."""
+        if (window := getattr(self, "sliding_window", None)) is not None:
+            switch = "" if not hasattr(self, "use_sliding_window") else " (use_sliding_window = False)"
+            raise ValueError(f"sliding_window = {window}: must be None{switch}")
         given = {} if self.nsa is None else self.nsa
         if not isinstance(given, dict):
             raise ValueError(f"nsa = {given!r}: must be a dict or None")

@@ -114,6 +114,8 @@ def check_supported(vllm_config: Any) -> None:
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     config, drafts = model.hf_config, vllm_config.speculative_config
+    config._check_fields({})  # hf_overrides sets fields of a configuration that has been checked
+    config._complete()
     kv_heads, ranks, scheduler = (
         config.num_key_value_heads,
         parallel.tensor_parallel_size,
