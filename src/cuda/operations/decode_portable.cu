@@ -28,7 +28,7 @@ class PortableStep {
   Status plan();
   Status quantise();
   Status compress_completed();
-  /// Of the packed rows of o and indices all; those of queries follow.
+  /// The packed rows of o and indices that no sequence has.
   Status clear();
   Status attend() { return step_.float8() ? attend_branches<Float8Tokens>() : attend_branches<CachedTokens>(); }
   ChunkTokens chunk_tokens() const;

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(128) store_compressed(const __grid_constant__ 
 }
 
 /// combine for a step. A thread block per row, of at most 32 chunks, a warp per branch; rows without a query get o = 0
-/// and indices = -1; packed ones have them already (clear_rows). Grid x: query, y: head, z: sequence.
+/// and indices = -1; packed ones have them by clear_rows. Grid x: query, y: head, z: sequence.
 template <class T>
 __global__ void __launch_bounds__(32 * kBranches) combine_step(const __grid_constant__ StepCombineArgs args) {
   const StepGeometry& p = args.geometry;
@@ -99,10 +99,16 @@ __global__ void __launch_bounds__(32 * kBranches) combine_step(const __grid_cons
   if (mine) sum.store(args.rows.o.at<T>(s.batch, row, h) + column);
 }
 
-/// Packed rows as those of no sequence are left. A thread block per row.
+/// Packed rows that no sequence has: o = 0 and indices = -1. A thread block per row.
 template <class T>
 __global__ void __launch_bounds__(128) clear_rows(const __grid_constant__ StepCombineArgs args) {
   const StepGeometry& p = args.geometry;
+  bool computed = false;
+  for (int b = threadIdx.x; b < p.batches; b += blockDim.x) {
+    const DeviceSequence s = sequence_of(p, b);
+    computed |= static_cast<int>(blockIdx.x) >= s.q_begin && static_cast<int>(blockIdx.x) < s.q_begin + s.q_len;
+  }
+  if (__syncthreads_or(computed)) return;
   for (int h = 0; h < p.heads; ++h)
     for (int i = threadIdx.x; i < args.rows.dim / 2; i += blockDim.x)
       store_pair(args.rows.o.at<T>(0, blockIdx.x, h) + 2 * i, 0, 0);
