@@ -76,6 +76,22 @@ __device__ __forceinline__ float merge_ranks(const float2& softmax, float2& all,
   return factor * inverse;
 }
 
+/// Merges the softmaxes of the first two branches: totals of the cluster.
+template <class S>
+__device__ __forceinline__ void merge_softmaxes(RowMemory<S>& rows, int lane) {
+  for (int e = threadIdx.x / S::kRanks; e < 2 * S::kRows; e += S::kThreads / S::kRanks) {
+    const BranchIndex of = e < S::kRows ? kCompressed : kWindow;
+    merge_ranks<S::kRanks>(rows.branches[of][e % S::kRows], rows.totals[of][e % S::kRows], lane);
+  }
+}
+
+/// The same of compressed keys for heads that are another cluster's.
+template <class S>
+__device__ __forceinline__ void merge_softmaxes(OtherRows<S>& rows, int lane) {
+  for (int e = threadIdx.x / S::kRanks; e < S::kRows; e += S::kThreads / S::kRanks)
+    merge_ranks<S::kRanks>(rows.own[e], rows.totals[e], lane);
+}
+
 /// The compressed keys' sums and the window's as one, each times its gate and over the total of its softmax.
 template <class S>
 __device__ __forceinline__ void add_window(const StepWarp<S>& w, OwnSums<S>& known, const OwnSums<S>& own) {

@@ -101,4 +101,19 @@ struct QueryLoader {
   }
 };
 
+/// Gates of the cluster's heads, with the scales of e4m3 values: a thread for each row.
+template <class S, class T, class RowOf>
+__device__ __forceinline__ void load_gates(const StepAttendArgs& args, RowMemory<S>& rows, int b, const RowOf& row,
+                                           int kv_head, int first_head, int num_heads) {
+  if (threadIdx.x >= S::kRows) return;
+  const int at = row(), head = kv_head * args.geometry.group + first_head + static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int branch = 0; branch < kBranches; ++branch)
+    rows.gates[branch][threadIdx.x] =
+        static_cast<int>(threadIdx.x) < num_heads ? to_float(args.gates.template at<T>(b, at, head)[branch]) : 0;
+  if constexpr (S::kFloat8)
+#pragma unroll
+    for (int branch = 0; branch < kBranches; ++branch) rows.gates[branch][threadIdx.x] *= args.value_scales[kv_head];
+}
+
 }  // namespace nsa::cuda::sm90::decode

@@ -97,16 +97,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
     }
   };
   QueryFragments<S> q;
-  if (threadIdx.x < S::kRows) {
-    const int at = row(), head = kv_head * p.group + first_head + static_cast<int>(threadIdx.x);
-#pragma unroll
-    for (int branch = 0; branch < kBranches; ++branch)
-      rows.gates[branch][threadIdx.x] =
-          static_cast<int>(threadIdx.x) < num_heads ? to_float(args.gates.template at<T>(b, at, head)[branch]) : 0;
-    if constexpr (kFloat8)
-#pragma unroll
-      for (int branch = 0; branch < kBranches; ++branch) rows.gates[branch][threadIdx.x] *= args.value_scales[kv_head];
-  }
+  load_gates<S, T>(args, rows, b, row, kv_head, first_head, num_heads);
   float scale;
   query_loader.read(q, scale);
 
@@ -243,15 +234,8 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
     } else if (in_window) {
       // Exchange of the softmaxes so far, and both branches as one sum.
       S::sync();
-      for (int e = threadIdx.x / kRanks; e < 2 * S::kRows; e += kThreads / kRanks) {
-        const BranchIndex of = e < S::kRows ? kCompressed : kWindow;
-        merge_ranks<kRanks>(rows.branches[of][e % S::kRows], rows.totals[of][e % S::kRows], lane);
-      }
-      for (int other = first_phase; other < 0; ++other) {
-        OtherRows<S>& of = others[cluster_of(other)];
-        for (int e = threadIdx.x / kRanks; e < S::kRows; e += kThreads / kRanks)
-          merge_ranks<kRanks>(of.own[e], of.totals[e], lane);
-      }
+      merge_softmaxes(rows, lane);
+      for (int other = first_phase; other < 0; ++other) merge_softmaxes(others[cluster_of(other)], lane);
       __syncthreads();
       add_window(place, known, own);
       griddepcontrol_wait();
@@ -271,64 +255,10 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
   if constexpr (kFloat8 && S::kAtOnce == 2) fits = args.plan[b].added > 0;  // again: there is no register to keep it
   const OutputRows<S, T> out{args, b, at_row, kv_head, first_head, num_heads, lane, fits};
   if constexpr (kRanks == 1) {
-    // Each warp has all of its columns.
-    float share[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int r = tile * kTileRows + lane / 4 + 8 * i;
-      const float sum = rows.branches[kSelected][r].y;
-      share[i] = sum == 0 ? 0 : rows.gates[kSelected][r] * __frcp_rn(sum);
-    }
-#pragma unroll
-    for (int n = 0; n < S::kOwnColumns; ++n) {
-      const float o[4] = {known[n][0] + own[n][0] * share[0], known[n][1] + own[n][1] * share[0],
-                          known[n][2] + own[n][2] * share[1], known[n][3] + own[n][3] * share[1]};
-      out.store(tile, split * S::kOwnColumns + n, o);
-    }
+    store_columns_of_warp(place, out, known, own);
     publish_length();
   } else {
-    // Each thread block stores Dv / kRanks columns, of what all of them have.
-    auto* const known_outputs = reinterpret_cast<float4*>(step_memory);  // (tile, eight columns, lane)
-    auto* const selected_outputs = known_outputs + kTiles * S::kColumns * 32;
-    static_assert(2 * kTiles * S::kSums <= S::kRing);
-#pragma unroll
-    for (int n = 0; n < S::kOwnColumns; ++n) {
-      const int at = (tile * S::kColumns + split * S::kOwnColumns + n) * 32 + lane;
-      const float* const gates = rows.gates[kSelected] + tile * kTileRows + lane / 4;
-      const float low = gates[0], high = gates[8];
-      known_outputs[at] = make_float4(known[n][0], known[n][1], known[n][2], known[n][3]);
-      selected_outputs[at] = make_float4(own[n][0] * low, own[n][1] * low, own[n][2] * high, own[n][3] * high);
-    }
-    S::sync();
-    for (int r = threadIdx.x / kRanks; r < S::kRows; r += kThreads / kRanks)
-      rows.factors[lane % kRanks][r] =
-          merge_ranks<kRanks>(rows.branches[kSelected][r], rows.totals[kSelected][r], lane);
-    __syncthreads();
-    constexpr int kMine = S::kColumns / kRanks;  // tiles of eight columns that this thread block stores
-#pragma unroll 1
-    for (int e = warp; e < kTiles * kMine; e += kWarps) {
-      const int of_tile = e / kMine, column = rank * kMine + e % kMine;
-      const int at = (of_tile * S::kColumns + column) * 32 + lane;
-      float o[4] = {};
-      constexpr int kAtOnce = kRanks < 4 ? kRanks : 4;  // loads in flight
-#pragma unroll
-      for (int first = 0; first < kRanks; first += kAtOnce) {
-        float4 known[kAtOnce], chosen[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          known[i] = load_rank<kRanks>(known_outputs + at, first + i);
-          chosen[i] = load_rank<kRanks>(selected_outputs + at, first + i);
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const float low = rows.factors[first + i][of_tile * kTileRows + lane / 4];
-          const float high = rows.factors[first + i][of_tile * kTileRows + lane / 4 + 8];
-          o[0] += known[i].x + chosen[i].x * low, o[1] += known[i].y + chosen[i].y * low;
-          o[2] += known[i].z + chosen[i].z * high, o[3] += known[i].w + chosen[i].w * high;
-        }
-      }
-      out.store(of_tile, column, o);
-    }
+    store_columns_of_rank(place, out, known, own, rank);
     publish_length();
     S::sync_reads();  // no thread block ends while others read its memory
   }
