@@ -48,6 +48,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--json", required=True, metavar="FILE", help="results")
 parser.add_argument("--parts", nargs="+", choices=PARTS, help="parts to run, default: all that it has the models of")
 parser.add_argument("--trained", metavar="FOLDER", help="model of tokens_trained")
+parser.add_argument("--nsa", type=json.loads, default={}, metavar="JSON", help="changes to the recipe's fields nsa")
 parser.add_argument("--tiny", action="store_true", help="a small model in float32, without CUDA graphs")
 parser.add_argument("--runner", choices=("1", "2"), help="model runner of vLLM, default: vLLM chooses")
 parser.add_argument("--limit", type=amount, default=240, metavar="SECONDS", help="most time of a part")
@@ -66,7 +67,7 @@ TINY = OPTIONS.tiny
 if TINY:
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 
-CHANGES = {"topk": 6, "window_size": 64} if TINY else {}  # to the recipe's fields `nsa`
+CHANGES = ({"topk": 6, "window_size": 64} if TINY else {}) | OPTIONS.nsa  # to the recipe's fields `nsa`
 SHAPE = {
     "vocab_size": 512 if TINY else 32000,
     "hidden_size": 128 if TINY else 2048,
