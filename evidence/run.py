@@ -279,6 +279,8 @@ def main() -> int:
     for model in given.models:
         if model not in plan.models:
             parser.error(f"models: {model!r}: must be one of {', '.join(plan.models)}")
+    if given.limit and given.limit <= given.spare:
+        parser.error(f"--limit {given.limit:g}: must be more than --spare, {given.spare:g}: nothing would be trained")
     given.out.mkdir(parents=True, exist_ok=True)
     given.results.mkdir(parents=True, exist_ok=True)
     runs = Runs(given)
