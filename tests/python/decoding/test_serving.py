@@ -725,6 +725,8 @@ def test_what_the_plug_in_for_vllm_refuses():
                 "num_key_value_heads": 4,
                 "attention_bias": False,
                 "dense_layers": [0],
+                "_check_fields": lambda more: None,
+                "_complete": lambda: None,
             },
             "cache_config": {"cache_dtype": "auto", "block_size": 64},
             "parallel_config": {
