@@ -148,7 +148,6 @@ def _replaced(arguments: Any, named: Any, i: int, name: str, value: Any) -> tupl
     return arguments, {**named, name: value}
 
 
-@functools.cache
 def _alternatives(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if isinstance(hint, UnionType) else (hint,)
 

@@ -435,7 +435,11 @@ class _SparseModel(_Sparse):
             positions = 3 * (seen + length) // 2 + 127
         else:  # given offsets may lead over several rows
             positions = length if kwargs.get("cu_seq_lens_q") is None else batch * length
-        layout = Layout(self._rotation(positions, x.device))
+        compiling, offsets = torch.compiler.is_compiling(), kwargs.get("cu_seq_lens_q")
+        if cache is None and compiling:  # a graph for every length
+            layout = Layout(self._rotate(positions, x.device))
+        else:
+            layout = Layout(self._rotation(positions, x.device))
         if attention_mask is not None:
             shape = tuple(attention_mask.shape)
             least = length if isinstance(seen, Tensor) else seen + length
@@ -445,18 +449,21 @@ class _SparseModel(_Sparse):
             new = torch.arange(length, device=x.device) + (seen.to(x.device) if isinstance(seen, Tensor) else seen)
             mask = attention_mask.to(x.device)
             tokens = mask.bool().index_select(1, new)
-            if is_padded(tokens, mask, wait=not isinstance(seen, Tensor)) or isinstance(seen, Tensor):
+            if compiling and offsets is not None:
+                torch._assert_async(tokens.all(), "cu_seq_lens_q: must be None with padding in attention_mask")
+            elif is_padded(tokens, mask, wait=not isinstance(seen, Tensor)) or isinstance(seen, Tensor):
                 layout.rows, layout.tokens, layout.max_seqlen = Rows.of(tokens), tokens, length
         if position_ids is not None:  # after the mask, from which `generate` computes them
             given = tuple(position_ids.shape)
             if given not in ((1, length), (batch, length)):  # no restart of a document would be seen
                 raise ValueError(f"position_ids: {given}: must be (B = {batch} or 1, S = {length})")
-        cu_seqlens = self_attention_offsets(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
+        cu_seqlens = self_attention_offsets(offsets, kwargs.get("cu_seq_lens_k"))
         if cu_seqlens is not None and layout.rows is not None:
             raise ValueError("cu_seq_lens_q: must be None with padding in attention_mask")
         begins = cache is None or (not isinstance(seen, Tensor) and seen == 0)
-        if cu_seqlens is None and layout.rows is None and position_ids is not None and begins:
-            cu_seqlens = offsets_of_restarts(position_ids, batch, length)
+        unpadded = layout.rows is None or (compiling and cache is None)
+        if cu_seqlens is None and unpadded and position_ids is not None and begins:
+            cu_seqlens = offsets_of_restarts(position_ids, batch, length, layout.tokens)
         if cu_seqlens is not None:
             if cache is not None:
                 raise ValueError("use_cache: must be False with packed sequences")
@@ -493,11 +500,16 @@ class _SparseModel(_Sparse):
         """Cosines and sines of at least `positions` tokens; cached, so that a step computes none."""
         tables = self._tables
         if tables is None or tables[0].shape[0] < positions or tables[0].device != device:
-            length = max(64, 1 << (positions - 1).bit_length())  # a multiple of a cache's page, too
-            like = torch.empty(0, dtype=torch.float32, device=device)
-            both = self.rotary_emb(like, position_ids=torch.arange(length, device=device)[None])
-            tables = self._tables = tuple(t[0, :, : t.shape[-1] // 2].contiguous() for t in both)
+            # A multiple of a cache's page, too.
+            tables = self._tables = self._rotate(max(64, 1 << (positions - 1).bit_length()), device)
         return tables
+
+    @torch.no_grad()
+    def _rotate(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        like = torch.empty(0, dtype=torch.float32, device=device)
+        cos, sin = self.rotary_emb(like, position_ids=torch.arange(positions, device=device)[None])
+        half = cos.shape[-1] // 2
+        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": None}  # recomputed, so not pickled

@@ -44,21 +44,23 @@ class Rows:
     def offsets(self) -> Tensor:
         """int32 (2 B + 1): each row as two packed sequences, its tokens, and the rest, whose results mean nothing."""
         batch, length = self.order.shape
-        starts = torch.arange(0, batch * length, length, device=self.count.device)
-        both = torch.stack((starts, starts + self.count), 1).flatten()
-        return nn.functional.pad(both, (0, 1), value=batch * length).to(torch.int32)
+        # Of `length` a step of arange and a value of pad would make constants of a graph.
+        starts = torch.arange(batch + 1, device=self.count.device) * length
+        both = torch.stack((starts[:-1], starts[:-1] + self.count), 1).flatten()
+        return torch.cat((both, starts[-1:])).to(torch.int32)
 
 
 def is_padded(tokens: Tensor, mask: Tensor, *, wait: bool = True) -> bool:
-    """Returns whether a slot of `tokens` (bool) holds none. True without `wait` if that is not known on the host.
+    """Returns whether a slot of `tokens` (bool) holds none.
+
+    True in compiled code, whose graph would depend on it, and without `wait` if that is not known on the host.
 
     Raises:
         ValueError: `mask`, which `tokens` come from, holds another value than 0 and 1. Compiled code does not look.
     """
-    compiling = torch.compiler.is_compiling()
-    if not wait and (compiling or mask.device.type != "cpu"):
+    if torch.compiler.is_compiling() or (not wait and mask.device.type != "cpu"):
         return True
-    if compiling or mask.dtype == torch.bool:
+    if mask.dtype == torch.bool:
         return not bool(tokens.all())
     other = (mask != 0) & (mask != 1)
     padded, wrong = torch.stack((~tokens.all(), other.any())).tolist()  # of a GPU both are read at once
@@ -93,10 +95,12 @@ def length_bound(name: str, length: object) -> int | None:
     return None if length is None else int(length)  # type: ignore[call-overload]
 
 
-def offsets_of_restarts(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
+def offsets_of_restarts(position_ids: Tensor, batch: int, length: int, tokens: Tensor | None = None) -> Tensor | None:
     """int32 offsets of the sequences in the flattened batch; None: one sequence per row.
 
-    position_ids (B or 1, S): a position that does not follow the one before starts a sequence.
+    Args:
+        position_ids: (B or 1, S): a position that does not follow the one before starts a sequence.
+        tokens: bool (B, S), of compiled code, which slots hold tokens: in a padded batch none starts.
     """
     if position_ids.dim() != 2 or position_ids.shape[1] != length:
         return None
@@ -104,7 +108,7 @@ def offsets_of_restarts(position_ids: Tensor, batch: int, length: int) -> Tensor
     restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     if torch.compiler.is_compiling():
         message = "position_ids restart: give cu_seq_lens_q and cu_seq_lens_k in compiled code"
-        torch._assert_async(~restarts.any(), message)
+        torch._assert_async(~restarts.any() if tokens is None else ~(restarts.any() & tokens.all()), message)
         return None
     if not bool(restarts.any()):
         return None
