@@ -878,6 +878,11 @@ def test_calls_that_cannot_be_are_refused():
         cache = model(ids, use_cache=True).cache
         with pytest.raises(ValueError, match=r"^attention_mask: \(1, 20\): must be \(1, 40\): rows, tokens seen and "):
             model(ids, attention_mask=torch.ones(1, 20), cache=cache)
+        for row in (torch.ones(20), torch.arange(20) > 4):
+            filled = model(ids, attention_mask=row[None], use_cache=True).cache
+            with pytest.raises(ValueError, match=r"^attention_mask: must keep what it was for the tokens in the cache"):
+                model(ids, attention_mask=(torch.arange(40) > 8)[None], cache=filled)
+            model(ids, attention_mask=torch.cat((row.bool(), torch.ones(20, dtype=torch.bool)))[None], cache=filled)
         static = StaticCache(config=model.config, max_cache_len=64)
         for _ in range(2):  # before the first step it tells the tokens seen as a number, then as a tensor
             for shape in ((2, 40), (1, 19)):
@@ -888,6 +893,8 @@ def test_calls_that_cannot_be_are_refused():
         model(ids, output_attentions=True)
     with pytest.raises(ValueError, match=r"^cache: must be made for the model"):
         model(ids, cache=DynamicCache())
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^cache: of NSAConfig.*topk=4.*must be .*topk=6"):
+        sparse("llama", {"topk": 6})(ids[:, :1], cache=model(ids, use_cache=True).cache)
     with pytest.raises(TypeError, match=r"^cache: tuple: must be transformers.Cache or None"):
         model(ids, cache=((ids, ids),))
     with pytest.raises(ValueError, match=r"^cache: must be made for the model"):

@@ -61,6 +61,8 @@ class _NsaLayer(Mixin):
             tokens: bool (B, m), which of the new slots hold tokens; None: all.
             record_selections: of a cache that is made now.
         """
+        if self.cache is not None and self.cache.cfg is not cfg and self.cache.cfg != cfg:
+            raise ValueError(f"cache: of {self.cache.cfg}: must be of the model's {cfg}")
         self.record_selections = record_selections
         new = q.shape[1]
         cache = self._append(new, tokens, k, v, cfg)
@@ -127,6 +129,13 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots + query_length, 0
+
+    def check_mask(self, mask: Tensor) -> None:
+        """Raises ValueError where a mask of the slots says otherwise of those in the cache than when they came."""
+        before = mask[:, : self.slots].bool()
+        seen = torch.ones_like(before) if self.seen is None else self.seen
+        if before.shape == seen.shape and not torch.equal(before, seen):
+            raise ValueError("attention_mask: must keep what it was for the tokens in the cache")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last -tokens_to_remove slots, to at most 32 tokens below a row's maximum length so far."""

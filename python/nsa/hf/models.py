@@ -449,6 +449,10 @@ class _SparseModel(_Sparse):
             new = torch.arange(length, device=x.device) + (seen.to(x.device) if isinstance(seen, Tensor) else seen)
             mask = attention_mask.to(x.device)
             tokens = mask.bool().index_select(1, new)
+            if mask.device.type == "cpu" and not compiling:  # a GPU would have to be waited for
+                for layer in _sparse_layers(cache)[:1]:
+                    if hasattr(layer, "check_mask"):
+                        layer.check_mask(mask)
             if compiling and offsets is not None:
                 torch._assert_async(tokens.all(), "cu_seq_lens_q: must be None with padding in attention_mask")
             elif is_padded(tokens, mask, wait=not isinstance(seen, Tensor)) or isinstance(seen, Tensor):
@@ -473,7 +477,7 @@ class _SparseModel(_Sparse):
 
     def _rotate_by_axes(self, layout: Layout, axes: Tensor | None, x: Tensor, cache: Cache | None) -> None:
         """Gives `layout` the tables of each token, unless all positions are the tokens' numbers."""
-        layers: list[Any] = [] if cache is None else [layer for layer in cache.layers if hasattr(layer, "step")]
+        layers = _sparse_layers(cache)
         kept = layers[0].rotation if layers else None
         if axes is None and kept is None:
             return
@@ -513,6 +517,10 @@ class _SparseModel(_Sparse):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": None}  # recomputed, so not pickled
+
+
+def _sparse_layers(cache: Cache | None) -> list[Any]:
+    return [] if cache is None else [layer for layer in cache.layers if hasattr(layer, "step")]
 
 
 class _SparseForCausalLM(_Sparse):
