@@ -206,7 +206,7 @@ def _at_positions(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor | slice) -> Te
         cos, sin = cos[at], sin[at]
     except IndexError:
         what = f"rope: {cos.shape[0]} positions"
-        raise ValueError(f"{what}: must be one for each position that cu_seqlens gives") from None
+        raise ValueError(f"{what}: must be one for each position that cu_seqlens gives, at most max_seqlen") from None
     if x.dim() not in (3, 4) or cos.shape[:-1] != x.shape[max(0, x.dim() - 1 - cos.dim()) : -2]:
         return x
     if x.shape[-1] < 2 * cos.shape[-1] or any(t.dtype not in FLOATS for t in (x, cos, sin)):

@@ -282,6 +282,8 @@ def test_tables_that_end_early():
     with pytest.raises(ValueError, match="rope: 30 positions"):
         layer(torch.randn(40, 32), torch.tensor([0, 31, 40], dtype=torch.int32))
     layer(torch.randn(60, 32), torch.tensor([0, 30, 60], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"rope: 30 positions: must be .* that cu_seqlens gives, at most max_seqlen"):
+        layer_of(cfg=SMALL)(torch.randn(71, 32), torch.tensor([0, 31, 71], dtype=torch.int32), max_seqlen=30)
     with pytest.raises(
         ValueError, match="rope: 30 positions: must be at least 32, the cache's max_length rounded up to pages"
     ):
