@@ -253,4 +253,4 @@ def test_weights_are_in_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     layer = parameters / sizes["num_hidden_layers"]
     for dtype, size in (("bfloat16", 2), ("float32", 4)):
         held = peak_memory(tmp_path / "large", "--dtype", dtype) - peak_memory(tmp_path / "small", "--dtype", dtype)
-        assert held < size * (parameters + 1.5 * layer) + 2**23
+        assert held < size * (parameters + 1.5 * layer) + 2**24  # 8 MiB more come and go with the wait policy of OpenMP
