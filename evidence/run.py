@@ -279,8 +279,6 @@ def main() -> int:
     for model in given.models:
         if model not in plan.models:
             parser.error(f"models: {model!r}: must be one of {', '.join(plan.models)}")
-    if given.limit and given.limit <= given.spare:
-        parser.error(f"--limit {given.limit:g}: must be more than --spare, {given.spare:g}: nothing would be trained")
     given.out.mkdir(parents=True, exist_ok=True)
     given.results.mkdir(parents=True, exist_ok=True)
     runs = Runs(given)
@@ -311,7 +309,9 @@ def main() -> int:
                 result = found()[model, seed] | runs.by_baseline(*which)
                 stored.write(given.results, given.plan, runs.shared(plan), result)
     except Stopped:
-        print("stopped; the same command continues", file=sys.stderr)
+        spent = given.limit and given.limit <= given.spare
+        why = f"--limit {given.limit:g}: not more than --spare, {given.spare:g}: trains nothing" if spent else "stopped"
+        print(f"{why}; the same command continues", file=sys.stderr)
         return 3
     return 0
 

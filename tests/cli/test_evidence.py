@@ -220,8 +220,8 @@ def test_tables_say_recipe_of_the_recipes_blocks_alone(monkeypatch):
 
 def test_a_limit_stops_and_the_next_call_continues(tmp_path, corpus):
     """On a busy machine a limit may pass before the first step: it is doubled until two calls have trained."""
-    refused = run(tmp_path, corpus, "8k-long", "recipe-2", "--limit", 60, code=2).stderr
-    assert "--limit 60: must be more than --spare, 60" in refused
+    stopped = run(tmp_path, corpus, "8k-long", "recipe-2", "--limit", 60, code=3).stderr
+    assert "--limit 60: not more than --spare, 60: trains nothing" in stopped
     seconds, steps, folder = 2, [0], tmp_path / "out" / "8k-long.recipe-2.1"
     while len(steps) < 3:
         limit = ["8k-long", "recipe-2", "--limit", seconds, "--spare", 0]
