@@ -383,7 +383,7 @@ def test_every_plan(tmp_path, corpus):
     assert "0 results to make" in script("8k").stdout
     rewrite(tmp_path, lambda shared, result: result["model"] != "window")
     shutil.rmtree(tmp_path / "out" / "8k.window.1")
-    assert "stopped; the same command continues" in script("8k", LIMIT="1", code=3).stderr
+    assert "; the same command continues" in script("8k", LIMIT="1", code=3).stderr
 
 
 def test_recall(tmp_path):
