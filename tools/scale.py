@@ -99,7 +99,7 @@ def attention_checks(run):
         rows, differ = sum(one["rows"] for one in sampled), sum(one["blocks_differ"] for one in sampled)
         said.append(
             f"{rows} sampled queries, and the gradients of keys and values that they cause, differ from float64 by at "
-            f"most {worst:.1e} of their norm. {differ} of their blocks differ, by at most "
+            f"most {worst:.1e} of their norm. Of their blocks {differ} differ, by at most "
             f"{max(one['largest_gap'] for one in sampled):.1e} in importance."
         )
     differences = [max(row["vs_one_gpu"]["difference"].values()) for row in found["rows"] if "vs_one_gpu" in row]
@@ -151,7 +151,7 @@ def training_lines(run):
         ratio = all_of_them["tokens_per_second"] / one["tokens_per_second"]
         lines.append(
             f"`nsa train`, {one['parameters'] / 1e6:.0f} million parameters, {one['context']} tokens a row, "
-            f"{one['grad_accum']} rows a step on both: {one['tokens_per_second']:,.0f} tokens/s on one GPU, "
+            f"{one['grad_accum']} rows a step on both. On one GPU {one['tokens_per_second']:,.0f} tokens/s, "
             f"{all_of_them['tokens_per_second']:,.0f} on {run.gpus}: efficiency {ratio / run.gpus:.3f}, "
             f"{vs_one_gpu(one, all_of_them)}."
         )
