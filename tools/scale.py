@@ -17,11 +17,12 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bench/scale")]
 
-from scale_model import RESULTS, Fabric, Measured, Model  # noqa: E402
+from scale_model import RESULTS, Fabric, Measured, Model, error_table  # noqa: E402
 from tables.text import fill, gpu_of, table  # noqa: E402
 
 MARK = "<!-- From here on written by tools/scale.py from bench/results. -->\n"
 TOKENS, GPUS = 2**20, [2**i for i in range(1, 11)]
+SHOWN = (65536, TOKENS)  # lengths whose errors have lines of their own
 # Latency and bandwidth where nothing was measured.
 WITHIN, BEYOND = "NVLink:4:350:8", "network:10:45"
 PROBLEM = "batch 1, 64 query heads, 4 KV heads of 128, bfloat16, φ mean, one set of keys and values"
@@ -213,15 +214,14 @@ def predicted_section(model, runs):
             "Nothing in this table was run on several GPUs, and no collective has been measured: the latencies (4 and "
             "10 µs a rank) and bandwidths (350 GB/s a GPU within a machine of eight, 45 GB/s beyond) are assumptions."
         )
-    head, rule, *lines = model.errors(runs)
-    shown = [line for line in lines if line.split()[1] in ("65536", str(TOKENS))]
-    others = [int(line.split()[-3]) for line in lines if line not in shown]
+    compared = list(model.errors(runs))
+    others = [round(one.percent) for one in compared if one.length not in SHOWN]
     model_of_time = (
         "Time is (a·S + b·S²) / P, with a and b of the least relative error. Measured collectives are added where "
         "several GPUs ran. The files are of different commits, so speedups between them appear as errors. At other "
         f"lengths they are {min(others):+d} to {max(others):+d} %. **Measured** and modelled:"
     )
-    errors = "\n".join([head, rule, *shown])
+    errors = "\n".join(error_table(one for one in compared if one.length in SHOWN))
     done = {run.gpus for run in runs for row in run.rows() if row["tokens"] == TOKENS}
     predicted = "\n".join(model.table(TOKENS, [n for n in GPUS if n not in done], [*fabrics, *assumed], "all_to_all"))
     return (

@@ -19,6 +19,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from options import integer, integers
@@ -103,6 +104,30 @@ class Measured:
         return [r for r in found["rows"] if r["layout"] == "head_tail" and r["kv_heads_at_once"] == found["kv_heads"]]
 
 
+class Compared(NamedTuple):
+    """Seconds of a pass: measured, and by the model."""
+
+    length: int
+    gpus: str
+    name: str
+    measured: float
+    modelled: float
+
+    @property
+    def percent(self):
+        """The model's error."""
+        return 100 * (self.modelled / self.measured - 1)
+
+
+def error_table(compared):
+    """Lines of a table of `Model.errors`."""
+    yield "| tokens | GPUs | pass | measured, ms | model, ms | error |"
+    yield "|---:|---:|---|---:|---:|---:|"
+    for one in compared:
+        times = f"{1000 * one.measured:.1f} | {1000 * one.modelled:.1f}"
+        yield f"| {one.length} | {one.gpus} | {one.name} | {times} | {one.percent:+.0f} % |"
+
+
 class Model:
     """Cost model fitted to measurements on one GPU."""
 
@@ -159,18 +184,11 @@ class Model:
         )
 
     def errors(self, measured=()):
-        """Lines of a table: what was measured, and what the model says of it."""
-        yield "| tokens | GPUs | pass | measured, ms | model, ms | error |"
-        yield "|---:|---:|---|---:|---:|---:|"
-
-        def line(length, of, name, seconds, model):
-            error = f"{100 * (model / seconds - 1):+.0f} %"
-            return f"| {length} | {of} | {name} | {1000 * seconds:.1f} | {1000 * model:.1f} | {error} |"
-
+        """Compares each time of the fit, and of what several GPUs measured, with the model."""
         for name, points in self.points.items():
             for length, gpus, seconds in points:
                 of = "1" if gpus == 1 else f"1 simulating {gpus}"
-                yield line(length, of, name, seconds, self.attention(name, length, gpus))
+                yield Compared(length, of, name, seconds, self.attention(name, length, gpus))
         for run in measured:
             if (fabric := run.fabric()) is None:
                 continue
@@ -184,7 +202,7 @@ class Model:
                 passes = [(name, row[f"{name}_ms"], part) for name, part in zip(PASSES, parts, strict=True)]
                 passes.append(("backward, forward again", row["recomputed_backward_ms"], sum(parts)))
                 for name, time, part in passes:
-                    yield line(length, str(run.gpus), name, time / 1000, part)
+                    yield Compared(length, str(run.gpus), name, time / 1000, part)
 
     def check_problem(self, measured):
         """Raises where a result is of another problem."""
@@ -284,7 +302,7 @@ def main():
         parser.error(str(error))
     if not fabrics:
         parser.error("--fabric, --collectives or --measured: must be given")
-    print("\n".join(model.errors(runs)))
+    print("\n".join(error_table(model.errors(runs))))
     for result, fabric in zip(results, fabrics[len(options.fabric) :], strict=True):
         ratios = [
             fabric.seconds(row["collective"], row["ranks"], row["bytes"]) / row["seconds"]
