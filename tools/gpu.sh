@@ -169,15 +169,15 @@ for step in $steps; do
         run bench build-gpu/bin/nsa bench --device cuda --lengths 4096,6144,7168,8192,10240,16384,32768,65536,131072,262144 \
           "${dense[@]}" ${PEERS:+--peers "$PEERS"} --json "$(dirname "$results")/bench_cuda.json"
         cat "$logs/bench.log"
-        read -ra recipe < <(python3 -c 'from evidence.plans import *; print(block_options(RECIPE_BLOCKS))')
-        run recipe build-gpu/bin/nsa bench --device cuda --lengths 4096,8192,10240,12288,16384,32768,65536,131072 \
-          "${recipe[@]}" --phi mlp "${dense[@]}" \
-          --json "$(dirname "$results")/bench_recipe.json"
-        cat "$logs/recipe.log"
-        run stride_16 build-gpu/bin/nsa bench --device cuda --lengths 4096,8192,10240,12288,16384,32768,65536,131072 \
-          --kernel-size 16 --kernel-stride 16 --block-size 32 --topk 32 --phi mlp "${dense[@]}" \
-          --json "$(dirname "$results")/bench_recipe_stride_16.json"
-        cat "$logs/stride_16.log"
+        blocks() {  # stage, its result, sizes as in evidence/plans.py
+          local options
+          read -ra options < <(python3 -c "from evidence.plans import *; print(block_options(($3)))")
+          run "$1" build-gpu/bin/nsa bench --device cuda --lengths 4096,8192,10240,12288,16384,32768,65536,131072 \
+            "${options[@]}" --phi mlp "${dense[@]}" --json "$(dirname "$results")/$2.json"
+          cat "$logs/$1.log"
+        }
+        blocks recipe bench_recipe RECIPE_BLOCKS
+        blocks stride_16 bench_recipe_stride_16 16,16,32,32
         # MiniMax-M3's attention: 16 blocks of 128.
         run minimax_m3 build-gpu/bin/nsa bench --device cuda --lengths 8192,65536 --heads 64 --kv-heads 4 --head-dim 128 \
           --block-size 128 --topk 16 --only selected_attention --budget 0.5 \
