@@ -229,6 +229,29 @@ def test_a_checkpoint_without_a_weight_is_refused(folder, tmp_path):
         pass
 
 
+def test_a_trainer_sends_weights_in_parts(folder, tmp_path, monkeypatch):
+    """Also after a loader that writes the parameters itself, and so does not call `load_weights`."""
+    from vllm.model_executor.model_loader import ShardedStateLoader, base_loader
+
+    process = base_loader.process_weights_after_loading
+
+    def save(model, *rest):  # before a CPU's linear layers pack their weights
+        ShardedStateLoader.save_model(model, str(tmp_path))
+        process(model, *rest)
+
+    def send(model):
+        return model.load_weights([(name, model.get_parameter(name).detach() + 1)])
+
+    shutil.copy(folder("recipe") / "config.json", tmp_path)
+    name = "model.layers.1.self_attn.phi_k.w1"
+    monkeypatch.setattr(base_loader, "process_weights_after_loading", save)
+    with engine(folder("recipe")) as llm:
+        assert llm.apply_model(send) == [{name}]
+    monkeypatch.undo()
+    with engine(tmp_path, load_format="sharded_state") as llm:
+        assert llm.apply_model(send) == [{name}]
+
+
 @pytest.mark.parametrize("version", [(0, 25, 1), (0, 33, 0)])
 def test_a_version_that_was_not_tested(version, folder, monkeypatch):
     monkeypatch.setattr("vllm.__version_tuple__", version)

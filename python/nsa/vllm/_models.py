@@ -140,21 +140,20 @@ class NsaLlamaForCausalLM(LlamaForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check_supported(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=NsaDecoderLayer)
-        self.awaits_checkpoint = vllm_config.load_config.load_format != "dummy"
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads weights: of a checkpoint all, later any, as a trainer sends them.
 
-        vLLM starts with what is in memory for a linear layer that a checkpoint lacks.
+        vLLM starts with what is in memory for a linear layer that a checkpoint lacks. Its loaders end with `eval()`.
+        Some write the parameters themselves: "dummy", and "sharded_state", which checks that it has them all.
 
         Raises:
             ValueError: the checkpoint lacks weights.
         """
         loaded = super().load_weights(weights)
         missing = sorted({name for name, _ in self.named_parameters()} - loaded)
-        if self.awaits_checkpoint and missing:
+        if self.training and missing:
             raise ValueError(f"weights: {missing[0]} and {len(missing) - 1} others: must be in the checkpoint")
-        self.awaits_checkpoint = False
         return loaded
 
 
