@@ -124,8 +124,10 @@ class CompressionFunction(nn.Module):
 
     def forward(self, dtype: torch.dtype) -> CompressionWeights:
         """The parameters in the dtype of what is compressed."""
+        # fully_shard makes the module a subclass of its own, and frees the parameters when this returns.
+        copy = type(self) is not CompressionFunction
         tensors = (getattr(self, name) for name in NAMES)
-        return CompressionWeights(self.kind, *(None if t is None else t.to(dtype) for t in tensors))
+        return CompressionWeights(self.kind, *(None if t is None else t.to(dtype, copy=copy) for t in tensors))
 
     def extra_repr(self) -> str:
         """Arguments for the module's repr."""

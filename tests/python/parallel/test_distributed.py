@@ -21,7 +21,7 @@ from torchrun import BACKENDS, DEVICE, ENVIRONMENT, RANKS
 D = 16 if DEVICE == "cpu" else 64
 CLOSE = 1e-5 if DEVICE == "cpu" else 5e-5  # of float32 sums in another order, as in test_cuda.py
 CFG = nsa.NSAConfig(kernel_size=8, kernel_stride=4, block_size=16, topk=4, window_size=20)
-WAYS = ("ddp", "fsdp", "fsdp, phi per head", "tensor", "tensor, phi per head")
+WAYS = ("ddp", "fsdp", "fsdp, phi per head", "fsdp, phi alone", "tensor", "tensor, phi per head")
 
 REFUSED = [
     "1.num_kv_heads = 3: must be a multiple of the mesh's 2 ranks",
@@ -128,6 +128,8 @@ def work(rank, way, folder):
         trained = nn.parallel.DistributedDataParallel(model)
     elif way.startswith("fsdp"):
         for layer in model.layers:
+            for phi in (layer.phi_k, layer.phi_v) if "alone" in way else ():
+                fully_shard(phi, mesh=mesh)
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:
