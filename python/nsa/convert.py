@@ -58,11 +58,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
-CARRIED = (".json", ".jinja", ".model", ".txt")
-"""Extensions of files that are copied with the weights: tokenizer, generation_config, licence."""
+CARRIED = (".json", ".jinja", ".model", ".txt", "LICENSE", "NOTICE")
+"""Ends of names of files that are copied with the weights: tokenizer, generation_config, licence."""
 
 LIMITS = {
     ("vocab_size",): (2, 1 << 20),
@@ -171,11 +172,16 @@ class Folder:
         return tensor
 
     def carried(self) -> Iterator[tuple[str, bytes]]:
-        """Files that are copied with the weights: names and contents."""
-        for file in sorted(self.path.iterdir()):
-            if file.suffix not in CARRIED or file.name in (CONFIG, INDEX) or (file.is_dir() and not file.is_symlink()):
+        """Files that are copied with the weights: paths within the folder and contents."""
+        templates = self.path / CHAT_TEMPLATE_DIR
+        self._own(CHAT_TEMPLATE_DIR)  # raises where a link leads elsewhere
+        for file in sorted((*self.path.iterdir(), *(templates.iterdir() if templates.is_dir() else ()))):
+            if not file.name.endswith(CARRIED) or file.name in (CONFIG, INDEX):
                 continue
-            yield file.name, read_regular(self._own(file.name), follow=False)
+            if file.is_dir() and not file.is_symlink():
+                continue
+            name = str(file.relative_to(self.path))
+            yield name, read_regular(self._own(name), follow=False)
 
     def check(self, expected: dict[str, Tensor], optional: set[str]) -> None:
         """Raises ValueError unless there are exactly these tensors, in their shapes."""
@@ -244,6 +250,7 @@ def make_sparse(
     with appearing(out) as made:
         config.save_pretrained(made)
         for name, content in carried.items():
+            (made / name).parent.mkdir(exist_ok=True)
             (made / name).write_bytes(content)
         places, total = {}, 0
         for file in folder.files:

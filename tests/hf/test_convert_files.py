@@ -7,6 +7,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,20 @@ def test_no_file_elsewhere_is_copied(src, capsys):
     (src / "LICENSE.txt").symlink_to("TERMS.txt")
     copy = converted(src) / "LICENSE.txt"
     assert copy.read_text() == "terms" and not copy.is_symlink()
+
+
+def test_licences_and_all_chat_templates_are_copied(src, capsys):
+    templates = src / "additional_chat_templates"
+    templates.mkdir()
+    files = ("LICENSE", "NOTICE", "chat_template.jinja", "additional_chat_templates/tool_use.jinja")
+    for name in files:
+        (src / name).write_text(name)
+    out = converted(src)
+    assert [(out / name).read_text() for name in files] == [*files]
+    shutil.rmtree(out)
+    templates.rename(src.parent.parent / "elsewhere")
+    templates.symlink_to(src.parent.parent / "elsewhere")
+    assert "additional_chat_templates: a link out of the folder" in refused(capsys, src)
 
 
 @pytest.mark.parametrize("below", ["", "dense", "checkpoints/snapshots/last"])
