@@ -22,6 +22,7 @@ from .layer import BRANCHES
 from .selector import block_mask
 
 # isort: split
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 MOST_LAYERS = 4
@@ -88,6 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.out.suffix not in (".png", ".html"):
         parser.error(f"--out {given.out}: must end with .png or .html")
+    if not given.out.parent.is_dir():
+        parser.error(f"--out {given.out}: must be in a folder that exists")
     try:
         from .report import style  # noqa: F401  # which needs matplotlib
         from .report.page import write_document
@@ -101,13 +104,18 @@ def main(arguments: list[str] | None = None) -> int:
         if not hasattr(decoder, "nsa"):
             raise ValueError(f"{given.folder}: model_type = {config.model_type}: must be a sparse model of nsa.hf")
         sparse = [i for i in range(decoder.num_hidden_layers) if i not in decoder.dense_layers]
+        if not sparse:
+            raise ValueError(f"{given.folder}: dense_layers = {decoder.dense_layers}: must leave a sparse layer")
         numbers = _layers(given.layers, sparse)
         ids, prompt = _ids(given)
         if not ids or not all(0 <= token < decoder.vocab_size for token in ids):
             allowed = f"token numbers 0 ... {decoder.vocab_size - 1}, at least one"
             raise ValueError(f"{given.ids or '--prompt'}: must be {allowed}")
         kind: Any = AutoModelForCausalLM if decoder is config else AutoModelForImageTextToText
-        model = kind.from_pretrained(given.folder, trust_remote_code=False).eval()
+        try:
+            model = kind.from_pretrained(given.folder, trust_remote_code=False).eval()
+        except (RuntimeError, SafetensorError) as error:
+            raise ValueError(f"{given.folder}: its weights cannot be loaded: {error}") from None
         with torch.no_grad():
             records = model(torch.tensor([ids]), output_nsa=numbers).nsa
         layers = {number: records[number] for number in numbers}

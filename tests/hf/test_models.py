@@ -389,6 +389,12 @@ def test_forwards_that_keep_no_record():
     assert len(model(ids, output_nsa=True, return_dict=False)[-1]) == 2
 
 
+def draw_failed(capsys, folder, ids):
+    """The last line of a picture's refusal; transformers may report before it."""
+    assert draw_inspected([str(folder), "--ids", str(ids), "--out", str(ids.parent / "none.png")]) == 2
+    return capsys.readouterr().err.splitlines(keepends=True)[-1]
+
+
 def test_a_picture_of_what_layers_attend_to(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     folder, file = tmp_path / "model", tmp_path / "ids"
@@ -420,6 +426,19 @@ def test_a_picture_of_what_layers_attend_to(tmp_path, capsys, monkeypatch):
     assert drawn("b.png", "--ids", str(tmp_path / "waits")) == f"{tmp_path / 'waits'}: not a regular file\n"
     file.write_bytes(b"\xff")
     assert drawn("b.png", "--ids", str(file)) == f"{file}: must hold decimal numbers with spaces between them\n"
+    file.write_text("1 2")
+    with pytest.raises(SystemExit):
+        drawn("none/b.png", "--ids", str(file))
+    assert "none/b.png: must be in a folder that exists" in capsys.readouterr().err
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "intermediate_size": 32}))
+    assert "weights cannot be loaded" in draw_failed(capsys, folder, file)
+    config.write_text(json.dumps({**fields, "dense_layers": [0, 1, 2]}))
+    assert draw_failed(capsys, folder, file).endswith("dense_layers = [0, 1, 2]: must leave a sparse layer\n")
+    config.write_text(json.dumps(fields))
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert draw_failed(capsys, folder, file).startswith(f"error: {folder}: its weights cannot be loaded: ")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "nsa.report.style")
     monkeypatch.delattr(nsa.report, "style")
@@ -439,6 +458,12 @@ def test_a_path_that_is_no_folder_is_not_asked_for_on_the_hub(folder, tmp_path, 
 
 
 # Generation
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0)])
+def test_a_batch_without_tokens(shape):
+    model = sparse("llama")
+    assert model(torch.zeros(shape, dtype=torch.long), use_cache=False).logits.shape == (*shape, VOCABULARY)
 
 
 @BOTH
@@ -548,6 +573,13 @@ def test_assisted_decoding(name):
         helper.generation_config.num_assistant_tokens_schedule = "constant"
         out = model.generate(row[None], **GREEDY, assistant_model=helper)
         assert torch.equal(out, model.generate(row[None], **GREEDY))
+
+
+@pytest.mark.parametrize("layers", [[], [0], [1]])
+def test_drafts_of_the_first_layers(layers):
+    model, row = sparse("llama", dense_layers=layers), tokens(1, 150)
+    out = model.generate(row, **GREEDY, assistant_early_exit=1)
+    assert torch.equal(out, model.generate(row, **GREEDY))
 
 
 def test_more_drafts_than_a_cache_takes_back():

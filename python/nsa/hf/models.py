@@ -203,7 +203,8 @@ class NsaAttention(NativeSparseAttention):
             held: Any = cache.layers[self.layer_idx]
             inputs |= {"tokens": layout.tokens, "record_selections": self.record_selections}
             o = held.step(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, **inputs)
-        o = self.o_proj(o.flatten(-2).view(*hidden_states.shape[:2], -1))
+        o = o.flatten(-2)
+        o = self.o_proj(o.view(*hidden_states.shape[:2], o.shape[-1]))
         return o if rows is None else rows.back(o), None
 
     def _keep_record(
@@ -381,8 +382,9 @@ class _SparseModel(_Sparse):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         check_type("cache", cache, Cache | None)
+        layers: Any = self.layers[: self.config.num_hidden_layers]  # fewer for drafts with assistant_early_exit
         if cache is not None:
-            for i, kind in enumerate(self.config.layer_types):
+            for i, kind in enumerate(self.config.layer_types[: len(layers)]):
                 held = cache.layers[i] if i < len(cache.layers) else None
                 if held is None or (kind == LAYER_TYPE) != hasattr(held, "step"):
                     raise ValueError("cache: must be made for the model: DynamicCache(config=model.config)")
@@ -412,7 +414,7 @@ class _SparseModel(_Sparse):
             dense["position_ids"] = position_ids
         deepstack: Any = kwargs.pop("deepstack_visual_embeds", None) or ()
         images = kwargs.pop("visual_pos_masks", None)
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(layers):
             hidden_states = layer(hidden_states, cache=cache, layout=layout, use_cache=use_cache, **dense, **kwargs)
             if i < len(deepstack):
                 hidden_states = self._deepstack_process(hidden_states, images, deepstack[i])
