@@ -58,7 +58,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import CHAT_TEMPLATE_DIR
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
