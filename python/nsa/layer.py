@@ -159,6 +159,7 @@ class NativeSparseAttention(nn.Module):
             check_rotation(head_dim, "rope_theta", rope_theta, partial_rotary_factor)
         self.rope_theta, self.partial_rotary_factor, self.rope = rope_theta, partial_rotary_factor, rope
         self.context_parallel: ContextParallel | None = None
+        self.ranks = 1  # over which nsa.parallel.shard_heads has divided the heads
         # For the compressed keys of a cache: of which rope_theta, partial_rotary_factor and rope.
         self._fold_tables: tuple[Any, Any, Any, tuple[Tensor, Tensor] | None] = None, None, None, None
         self.selector_queries = selector_queries
@@ -350,6 +351,9 @@ class NativeSparseAttention(nn.Module):
         if not (self.selector_queries and self.training and torch.is_grad_enabled()):
             return
         self._check_selector_queries()
+        if q.shape[-2] < self.num_heads * self.ranks:
+            given = f"selector_queries = {self.selector_queries}"
+            raise ValueError(f"{given}: must be 0 with tensor parallelism, where a rank has some of the heads")
         # Keys shared with the selected branch define the target of the loss, so they get no gradient from it.
         k_cmp = k["cmp"] if isinstance(self.k_proj, nn.ModuleDict) else k["cmp"].detach()
         self.selector_loss = sampled_divergence(

@@ -944,6 +944,13 @@ def test_heads_that_tensor_parallelism_would_cut_are_refused():
         model(tokens(1, 20))
 
 
+def test_a_layer_with_context_parallelism_is_refused():
+    model = sparse("llama")
+    model.model.layers[1].self_attn.context_parallel = nsa.parallel.ContextParallel()
+    with pytest.raises(ValueError, match=r"^context_parallel: must be None in a model of nsa\.hf$"):
+        model(tokens(1, 20))
+
+
 def test_the_saved_configuration_names_what_other_readers_need(tmp_path):
     sparse("qwen3", dense_layers=[1]).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())

@@ -154,6 +154,8 @@ class NsaAttention(NativeSparseAttention):
     ) -> tuple[Tensor, None]:
         """hidden_states: (B, S, hidden_size), as the result."""
         rows, cu_seqlens = layout.rows, layout.cu_seqlens
+        if self.context_parallel is not None:
+            raise ValueError("context_parallel: must be None in a model of nsa.hf")
         self.selector_loss = None
         x = hidden_states if rows is None else rows.front(hidden_states)
         v = self._branches(self.v_proj, None, x)
@@ -191,9 +193,6 @@ class NsaAttention(NativeSparseAttention):
                 blocks = found[1] if self.replayed is None else inputs["indices"]
                 self._keep_record(q, k, gates, blocks, inputs["weights_k"], layout)
             if self.selector_queries:
-                if q.shape[-2] < self.num_heads:
-                    given = f"selector_queries = {self.selector_queries}"
-                    raise ValueError(f"{given}: must be 0 with tensor parallelism, where a rank has some of the heads")
                 where = (cu_seqlens, layout.max_seqlen)
                 if rows is not None and cu_seqlens is not None:  # every other sequence is padding
                     where = (cu_seqlens[::2], layout.max_seqlen)

@@ -58,6 +58,10 @@ class ContextParallel:
         self.owners = chunk_owners(layout, self.size, chunks)
         self.own = self.chunks_of(self.rank)
 
+    def __deepcopy__(self, memo: object) -> ContextParallel:
+        """This one: a copy of a layer belongs to the same processes."""
+        return self
+
     def chunks_of(self, rank: int) -> list[int]:
         """The chunks that a rank has, ascending."""
         return [chunk for chunk, owner in enumerate(self.owners) if owner == rank]

@@ -27,8 +27,9 @@ def shard_heads(layer_or_model: nn.Module, mesh: DeviceMesh) -> None:
     rank's. x and the output are replicated: forward and backward have one all-reduce each.
     indices, given or returned, are those of the rank's heads. A model's other parameters stay as they are.
 
-    A rank has complete KV heads, because a block's importance is the sum over the query heads of one. Exploration noise
-    draws by head within a rank, so otherwise than in one process.
+    A layer with selector_queries > 0 then refuses to train. A rank has complete KV heads, because a block's
+    importance is the sum over the query heads of one. Exploration noise draws by head within a rank, so otherwise
+    than in one process.
 
     Args:
         layer_or_model: the layer, or a module with layers in it; changed in place. Before fully_shard and before the
@@ -86,6 +87,7 @@ def shard_heads(layer_or_model: nn.Module, mesh: DeviceMesh) -> None:
                 plan[name] = _Compression()
         parallelize_module(layer, mesh, plan)
         layer.register_forward_pre_hook(_Input(mesh), with_kwargs=True)
+        layer.ranks = ranks
         layer.num_heads //= ranks
         layer.num_kv_heads //= ranks
 

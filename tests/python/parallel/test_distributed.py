@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ REFUSED = [
     "layer_or_model: the layer: Own: must not have a forward of its own (nsa.hf's have a tp_plan)",
     "layer_or_model: Linear: has no nsa.NativeSparseAttention in it",
     "mesh: int: must be torch.DeviceMesh",
+    "selector_queries = 8: must be 0 with tensor parallelism, where a rank has some of the heads",
 ]
 
 
@@ -86,9 +88,12 @@ def wrong_calls(mesh):
     nsa.parallel.shard_heads(divided, mesh)
     own = type("Own", (nsa.NativeSparseAttention,), {"forward": lambda self, x: x})(32, 4, 2, 16)
     told = []
-    for arguments in ((odd, mesh), (odd[1], mesh), (divided, mesh), (own, mesh), (nn.Linear(2, 2), mesh), (odd, 2)):
+    learns = nsa.NativeSparseAttention(32, 4, 2, D, cfg=CFG, selector_queries=8).to(DEVICE)
+    nsa.parallel.shard_heads(learns, mesh)
+    refused = [(odd, mesh), (odd[1], mesh), (divided, mesh), (own, mesh), (nn.Linear(2, 2), mesh), (odd, 2)]
+    for call in (*(partial(nsa.parallel.shard_heads, *given) for given in refused), partial(learns, batches()[0])):
         try:
-            nsa.parallel.shard_heads(*arguments)
+            call()
         except (ValueError, TypeError) as error:
             told.append(str(error))
     assert before == {name: (id(parameter), parameter.shape) for name, parameter in odd.named_parameters()}

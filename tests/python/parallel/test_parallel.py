@@ -3,6 +3,7 @@
 On CPUs over gloo; with NSA_PARALLEL_DEVICE=cuda on GPUs over NCCL, as many as there are.
 """
 
+import copy
 import os
 import re
 import sys
@@ -332,6 +333,13 @@ def test_the_layer_of_the_reference_refuses():
     layer.context_parallel = ContextParallel()
     with pytest.raises(ValueError, match=r"^context_parallel: must be None in the layer of nsa\.reference"):
         layer(torch.zeros(1, S, 32))
+
+
+def test_copies_of_a_layer_have_its_ranks(monkeypatch):
+    layer = nsa.NativeSparseAttention(32, 4, 2, 16, cfg=CFG)
+    layer.context_parallel = ContextParallel(chunks=4)
+    monkeypatch.setattr(layer.context_parallel, "group", sys)  # can be copied as little as a process group
+    assert copy.deepcopy(layer).context_parallel is layer.context_parallel
 
 
 def test_every_rank_refuses_what_one_rank_gives(ranks):
