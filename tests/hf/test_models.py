@@ -233,6 +233,9 @@ ROWS = (5, 10, 14, 30), (11, 3, 3, 60)
 """Text, an image, and text: the first row is longer than the blocks that a query selects."""
 
 
+MASKS = ("attention_mask", "mm_token_type_ids")
+
+
 @pytest.fixture
 def sees(request):
     """A sparse model of images whose gates and phi are not at their start."""
@@ -280,6 +283,20 @@ def test_what_follows_an_image_is_generated_as_by_whole_forwards(sees):
     assert torch.equal(held.sequences, sees.generate(**text, **options, use_cache=False))
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_a_dialogue_goes_on_behind_an_image(sees, static):
+    """A later turn gives no image again, and transformers one axis for all three."""
+    inputs, options = pictures(*ROWS), {"max_new_tokens": 8, "do_sample": False}
+    cache = transformers.StaticCache(sees.config.get_text_config(), max_cache_len=256) if static else None
+    turn = sees.generate(**inputs, **options, cache=cache, return_dict_in_generate=True)
+    more = tokens(len(ROWS), 20) % IMAGE
+    added = turn.sequences.shape[1] + 20 - inputs["input_ids"].shape[1]
+    whole = {name: torch.nn.functional.pad(inputs[name], (0, added), value=name == "attention_mask") for name in MASKS}
+    whole["input_ids"] = torch.cat((turn.sequences, more), 1)
+    expected = sees.generate(**{**inputs, **whole}, **options, use_cache=False)
+    assert torch.equal(sees.generate(**whole, **options, cache=turn.cache), expected)
+
+
 def test_axes_of_positions(sees):
     """A rotation by axes is relative, is by numbers where these are, and goes with packed sequences."""
     model, ids = sees.model.language_model, tokens(2, 150)
@@ -293,7 +310,7 @@ def test_axes_of_positions(sees):
         rows = model(ids.view(1, 300), position_ids=packed, use_cache=False).last_hidden_state
         assert error(rows.view_as(by_axes), by_axes) < 1e-4
     for wrong in (axes[:2], torch.cat((axes, axes)), axes[..., 1:]):
-        with pytest.raises(ValueError, match=r"^position_ids: \(\d, 2, 1..\): must be \(B, S\), \(3, B, S\) or"):
+        with pytest.raises(ValueError, match=r"^position_ids: \(\d, 2, 1..\): must be \(B, S\), \(3 or 1, B, S\)"):
             model(ids, position_ids=wrong)
     with pytest.raises(ValueError, match=r"^position_ids: \(3, 2, 150\): must be \(B, S\)$"):
         sparse("llama")(ids, position_ids=axes)

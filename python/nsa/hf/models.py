@@ -360,8 +360,8 @@ class _SparseModel(_Sparse):
                 computed as if its padding were not there: positions count tokens. Compiled code, and a step of a static
                 cache on a GPU, do not check the values and take what is not 0 for 1.
             position_ids: integers (B or 1, S): where they restart, a sequence starts, but not in a padded batch; the
-                dense layers rotate by them. With three axes (3, B or 1, S), or (4, ...) behind such, all layers rotate
-                by them.
+                dense layers rotate by them. With three axes (3, B or 1, S), or one for all three, or (4, ...) behind
+                such, all layers rotate by them.
             use_cache: default the configuration's where gradients are off, else False: a step with a cache has none.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -390,8 +390,8 @@ class _SparseModel(_Sparse):
         axes = None
         if position_ids is not None and position_ids.dim() == 3:
             length = hidden_states.shape[1]
-            if not self._has_axes or position_ids.shape[0] not in (3, 4) or position_ids.shape[2] != length:
-                expected = "(B, S)" + (", (3, B, S) or (4, B, S)" if self._has_axes else "")
+            if not self._has_axes or position_ids.shape[0] not in (1, 3, 4) or position_ids.shape[2] != length:
+                expected = "(B, S)" + (", (3 or 1, B, S) or (4, B, S)" if self._has_axes else "")
                 raise ValueError(f"position_ids: {tuple(position_ids.shape)}: must be {expected}")
             axes, position_ids = position_ids[-3:], position_ids[0] if position_ids.shape[0] == 4 else None
         layout = self._layout(hidden_states, attention_mask, position_ids, cache, kwargs)
@@ -485,7 +485,7 @@ class _SparseModel(_Sparse):
         (batch, length), device = x.shape[:2], x.device
         seen = layers[0].cache.cache_seqlens[:, None] if layers and layers[0].cache is not None else 0
         number = (seen + torch.arange(length, device=device)).expand(batch, -1)
-        axes = number.expand(3, -1, -1) if axes is None else axes.to(device).expand(-1, batch, -1)
+        axes = number.expand(3, -1, -1) if axes is None else axes.to(device).expand(3, batch, -1)
         is_token = torch.ones_like(number, dtype=torch.bool)
         if layout.rows is not None:
             axes = torch.stack([layout.rows.front(axis) for axis in axes])
