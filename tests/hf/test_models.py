@@ -1,8 +1,7 @@
-"""Sparse decoders: saving, generation, caches, training modes."""
+"""Sparse decoders: saving, attention, padded and packed batches, training modes."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import math
@@ -41,27 +40,14 @@ from models import (
     error,
     gradients,
     padded,
-    pictures,
     sparse,
     tokens,
     vision_language,
 )
 from nsa.inspect import main as draw_inspected
-from nsa.selector import sampled_divergence
 
 BOTH = pytest.mark.parametrize("name", SPARSE)
 LENGTHS = (5, 83, 150)  # below l = 8; about n * l' = 64; far above
-GREEDY = {"max_new_tokens": 20, "do_sample": False}
-
-
-def greedy(model, row, count=20):
-    """Tokens by whole forwards without a cache, and the logits that chose them."""
-    logits = []
-    for _ in range(count):
-        last = model(row[None], use_cache=False).logits[0, -1]
-        logits.append(last)
-        row = torch.cat((row, last.argmax()[None]))
-    return row[-count:], torch.stack(logits)
 
 
 # Saving
@@ -226,115 +212,6 @@ def test_trained_after_a_forward_in_inference_mode():
     assert all(p.grad is not None for p in model.parameters())
 
 
-# Images
-
-
-ROWS = (5, 10, 14, 30), (11, 3, 3, 60)
-"""Text, an image, and text: the first row is longer than the blocks that a query selects."""
-
-
-MASKS = ("attention_mask", "mm_token_type_ids")
-
-
-@pytest.fixture
-def sees(request):
-    """A sparse model of images whose gates and phi are not at their start."""
-    model = nsa.hf.convert(vision_language(), nsa=SMALL, phi="mlp", separate_kv=getattr(request, "param", False))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".gate." in name or ".phi_" in name:
-                parameter.copy_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-@pytest.mark.parametrize("sees", [False, True], indirect=True)
-def test_an_image_padded_alone_eager_and_cached_gives_the_same(sees):
-    alone, state = [], torch.get_rng_state()
-    with torch.no_grad():
-        for side in ("left", "right"):
-            torch.set_rng_state(state)
-            inputs = pictures(*ROWS, side=side)
-            mask = inputs["attention_mask"].bool()
-            together = sees(**inputs).logits
-            sees.set_attn_implementation({"text_config": "eager"})
-            assert error(sees(**inputs).logits[mask], together[mask]) < 1e-4
-            sees.set_attn_implementation({"text_config": "nsa"})
-            assert error(sees(**inputs, use_cache=True).logits[mask], together[mask]) < 1e-4
-            pixels = inputs["pixel_values"].split([560, 36])
-            for i in range(2):
-                row = {name: inputs[name][i : i + 1, mask[i]] for name in ("input_ids", "mm_token_type_ids")}
-                grid = inputs["image_grid_thw"][i : i + 1]
-                alone = sees(**row, pixel_values=pixels[i], image_grid_thw=grid).logits[0]
-                assert error(together[i][mask[i]], alone) < 1e-4
-
-
-def test_what_follows_an_image_is_generated_as_by_whole_forwards(sees):
-    inputs = pictures(*ROWS)
-    options = {"max_new_tokens": 20, "do_sample": False}
-    for more in ({}, {"num_beams": 3}):
-        expected = sees.generate(**inputs, **options, **more, use_cache=False)
-        assert torch.equal(sees.generate(**inputs, **options, **more), expected)
-    static = sees.generate(**inputs, **options, cache_implementation="static")
-    assert torch.equal(static, sees.generate(**inputs, **options))
-    text = {name: inputs[name] for name in ("input_ids", "attention_mask")}  # whose positions are its numbers
-    text["input_ids"] = text["input_ids"] % 90
-    held = sees.generate(**text, **options, return_dict_in_generate=True)
-    assert held.cache.layers[0].rotation is None
-    assert torch.equal(held.sequences, sees.generate(**text, **options, use_cache=False))
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_a_dialogue_goes_on_behind_an_image(sees, static):
-    """A later turn gives no image again, and transformers one axis for all three."""
-    inputs, options = pictures(*ROWS), {"max_new_tokens": 8, "do_sample": False}
-    cache = transformers.StaticCache(sees.config.get_text_config(), max_cache_len=256) if static else None
-    turn = sees.generate(**inputs, **options, cache=cache, return_dict_in_generate=True)
-    more = tokens(len(ROWS), 20) % IMAGE
-    added = turn.sequences.shape[1] + 20 - inputs["input_ids"].shape[1]
-    whole = {name: torch.nn.functional.pad(inputs[name], (0, added), value=name == "attention_mask") for name in MASKS}
-    whole["input_ids"] = torch.cat((turn.sequences, more), 1)
-    expected = sees.generate(**{**inputs, **whole}, **options, use_cache=False)
-    assert torch.equal(sees.generate(**whole, **options, cache=turn.cache), expected)
-
-
-def test_axes_of_positions(sees):
-    """A rotation by axes is relative, is by numbers where these are, and goes with packed sequences."""
-    model, ids = sees.model.language_model, tokens(2, 150)
-    axes = torch.stack([torch.arange(150).expand(2, -1), torch.randint(60, (2, 150)), torch.randint(60, (2, 150))])
-    with torch.no_grad():
-        by_axes, shifted = (model(ids, position_ids=p).last_hidden_state for p in (axes, axes + 9))
-        assert error(shifted, by_axes) < 1e-4
-        plain, off = (model(ids, position_ids=p).last_hidden_state for p in (None, axes[:1].expand(3, -1, -1) + 1))
-        assert error(off, plain) < 1e-4 < error(by_axes, plain)
-        packed = torch.cat((axes[:1], axes)).flatten(1)[:, None]
-        rows = model(ids.view(1, 300), position_ids=packed, use_cache=False).last_hidden_state
-        assert error(rows.view_as(by_axes), by_axes) < 1e-4
-    for wrong in (axes[:2], torch.cat((axes, axes)), axes[..., 1:]):
-        with pytest.raises(ValueError, match=r"^position_ids: \(\d, 2, 1..\): must be \(B, S\), \(3 or 1, B, S\)"):
-            model(ids, position_ids=wrong)
-    with pytest.raises(ValueError, match=r"^position_ids: \(3, 2, 150\): must be \(B, S\)$"):
-        sparse("llama")(ids, position_ids=axes)
-
-
-def test_images_train_and_have_a_selector_loss(sees):
-    inputs = pictures(*ROWS)
-    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"].cumsum(1) <= 1, -100)
-    layers = [m for m in sees.modules() if isinstance(m, nsa.NativeSparseAttention)]
-    for layer in layers:
-        layer.selector_queries = 16
-    sees.train()
-    loss = sees(**inputs, labels=labels).loss + 0.1 * nsa.selector_loss(sees)
-    loss.backward()
-    assert all(p.grad.isfinite().all() for p in sees.parameters())
-    cos, sin = (torch.randn(150, 8) for _ in range(2))
-    q, k, other = (torch.randn(2, 150, heads, 16) for heads in (8, 2, 2))
-    losses = []
-    for rope in ((cos, sin), tuple(table.expand(2, -1, -1) for table in (cos, sin))):
-        torch.manual_seed(1)
-        losses.append(sampled_divergence(q, k, other, layers[0].phi_k(q.dtype), layers[0].cfg, rope, 16))
-    assert torch.equal(*losses) and losses[0] > 0
-
-
 # What a layer attended to
 
 
@@ -356,23 +233,6 @@ def test_gates_weights_and_values_make_the_attention(share_kv):
     assert error(sum(parts).flatten(-2), seen[1]) < 1e-5
     assert layer.indices.shape == (2, 100, 2, 3) and layer.indices.max() == 6
     assert not attention.keep_record and attention.record is None
-
-
-def test_a_padded_row_has_its_own_selection(sees):
-    inputs = pictures(*ROWS)
-    mask = inputs["attention_mask"].bool()
-    with torch.no_grad():
-        together = sees(**inputs, output_nsa=True).nsa
-        names = ("input_ids", "mm_token_type_ids")
-        row = {name: inputs[name][1:, mask[1]] for name in names} | {"image_grid_thw": inputs["image_grid_thw"][1:]}
-        alone = sees(**row, pixel_values=inputs["pixel_values"][560:], output_nsa=True).nsa
-    for many, one in zip(together, alone, strict=True):
-        length = one.gates.shape[1]
-        assert torch.equal(many.indices[1, mask[1]], one.indices[0]) and (many.indices[1, ~mask[1]] == -1).all()
-        assert error(many.gates[1, mask[1]], one.gates[0]) < 1e-5
-        for branch, weight in one.weights.items():
-            assert error(many.weights[branch][1][:, mask[1], : weight.shape[-1]], weight[0]) < 1e-4
-            assert not many.weights[branch][1][:, ~mask[1]].any() and weight.shape[2] == length
 
 
 @pytest.mark.parametrize("shape", [(39,), (1, 39), (1, 41), (2, 40), (), (40,)])
@@ -474,30 +334,13 @@ def test_a_path_that_is_no_folder_is_not_asked_for_on_the_hub(folder, tmp_path, 
     assert "offline mode" in capsys.readouterr().err
 
 
-# Generation
+# Batches
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0)])
 def test_a_batch_without_tokens(shape):
     model = sparse("llama")
     assert model(torch.zeros(shape, dtype=torch.long), use_cache=False).logits.shape == (*shape, VOCABULARY)
-
-
-@BOTH
-@pytest.mark.parametrize("layers", [[], [0]])
-def test_padded_prompts_generate_the_tokens_of_each_alone(name, layers):
-    model = sparse(name, dense_layers=layers)
-    rows = [tokens(n) for n in LENGTHS]
-    ids, mask = padded(rows, "left")
-    forwards = []
-    model.model.register_forward_hook(lambda *_: forwards.append(1))
-    out = model.generate(ids, attention_mask=mask, **GREEDY, output_logits=True, return_dict_in_generate=True)
-    assert len(forwards) == 20
-    with torch.no_grad():
-        for i, row in enumerate(rows):
-            expected, logits = greedy(model, row)
-            assert torch.equal(out.sequences[i, ids.shape[1] :], expected)
-            assert error(torch.stack([step[i] for step in out.logits]), logits) < 1e-5
 
 
 @BOTH
@@ -518,135 +361,6 @@ def test_a_padded_row_is_the_row_alone(name, side):
 
 
 @BOTH
-def test_sampling_by_seed_beams_and_several_sequences(name):
-    model = sparse(name)
-    rows = [tokens(n) for n in LENGTHS]
-    ids, mask = padded(rows, "left")
-    samples = []
-    for _ in range(2):
-        torch.manual_seed(7)
-        samples.append(model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=True))
-    assert torch.equal(*samples)
-    options = {"max_new_tokens": 20, "do_sample": False, "num_beams": 3, "num_return_sequences": 2}
-    together = model.generate(ids, attention_mask=mask, **options)
-    for i, row in enumerate(rows):
-        alone = model.generate(row[None], **options, use_cache=False)
-        assert torch.equal(together[2 * i : 2 * i + 2, ids.shape[1] :], alone[:, len(row) :])
-
-
-@BOTH
-def test_chunked_prompt_and_returned_cache(name):
-    model = sparse(name, dense_layers=[1])
-    row = tokens(150)
-    expected = model.generate(row[None], **GREEDY)
-    assert torch.equal(model.generate(row[None], **GREEDY, prefill_chunk_size=37), expected)
-    options = {"do_sample": False, "return_dict_in_generate": True}
-    first = model.generate(row[None], **options, max_new_tokens=8)
-    rest = model.generate(first.sequences, **options, max_new_tokens=12, cache=first.cache)
-    assert torch.equal(rest.sequences, expected)
-
-
-@BOTH
-def test_chunks_of_padded_rows(name):
-    model = sparse(name, dense_layers=[1])
-    rows = [tokens(n) for n in LENGTHS]
-    for side in ("left", "right"):
-        ids, mask = padded(rows, side)
-        cache, logits = DynamicCache(config=model.config), []
-        with torch.no_grad():
-            expected = model(ids, attention_mask=mask).logits
-            for begin, end in ((0, 60), (60, 61), (61, 75), (75, 150)):
-                out = model(ids[:, begin:end], attention_mask=mask[:, :end], cache=cache, use_cache=True)
-                logits.append(out.logits)
-        assert error(torch.cat(logits, 1)[mask.bool()], expected[mask.bool()]) < 1e-5
-
-
-@pytest.mark.bits
-@BOTH
-def test_cropping_up_to_32_tokens(name):
-    model = sparse(name)
-    rows = [tokens(n) for n in (90, 150)]
-    ids, mask = padded(rows, "left")
-    more = tokens(2, 40)
-    whole = torch.cat((mask, torch.ones_like(more)), 1)
-    with torch.no_grad():
-        cache = model(ids, attention_mask=mask, use_cache=True).cache
-        expected = model(more, attention_mask=whole, cache=copy.deepcopy(cache), use_cache=True).logits
-        model(tokens(2, 32), attention_mask=whole[:, :182], cache=cache, use_cache=True)
-        cache.crop(-32)
-        assert cache.get_seq_length() == 150
-        with pytest.raises(ValueError, match=r"must be at most 32 below the longest it has been, 122"):
-            cache.crop(-1)
-        assert torch.equal(model(more, attention_mask=whole, cache=cache, use_cache=True).logits, expected)
-
-
-@BOTH
-def test_assisted_decoding(name):
-    model = sparse(name)
-    row = tokens(150)
-    assistant = sparse(name)  # other weights: most of its drafts are refused
-    for helper in (assistant, copy.deepcopy(model)):
-        helper.generation_config.num_assistant_tokens = 8
-        helper.generation_config.num_assistant_tokens_schedule = "constant"
-        out = model.generate(row[None], **GREEDY, assistant_model=helper)
-        assert torch.equal(out, model.generate(row[None], **GREEDY))
-
-
-@pytest.mark.parametrize("layers", [[], [0], [1]])
-def test_drafts_of_the_first_layers(layers):
-    model, row = sparse("llama", dense_layers=layers), tokens(1, 150)
-    out = model.generate(row, **GREEDY, assistant_early_exit=1)
-    assert torch.equal(out, model.generate(row, **GREEDY))
-
-
-def test_more_drafts_than_a_cache_takes_back():
-    model, row = sparse("llama"), tokens(1, 150).repeat(1, 2)
-    options = {"max_new_tokens": 60, "do_sample": False}
-    with pytest.raises(
-        ValueError,
-        match=r"^tokens_to_remove = -4.: length = 30.: must be at most 32 below the longest it has been, 34.; "
-        r"num_assistant_tokens and prompt_lookup_num_tokens must be at most 32$",
-    ):
-        model.generate(row, **options, prompt_lookup_num_tokens=40)
-    out = model.generate(row, **options, prompt_lookup_num_tokens=32)
-    assert torch.equal(out, model.generate(row, **options))
-
-
-def test_what_a_cache_takes():
-    """Memory of a layer: keys and values of the selection and compressed ones by capacity, rings of w + 32, l + 32."""
-    model = sparse("llama")
-    with torch.no_grad():
-        cache = model(tokens(3, 500), use_cache=True).cache
-        for _ in range(600):
-            model(tokens(3, 1), cache=cache, use_cache=True)
-    held = cache.layers[0].cache
-    assert 1100 <= held.max_length <= 1.5 * 1100 + 64
-    per_token = 3 * 2 * 16 * 4 * 2  # rows, KV heads, head dim, bytes, keys and values
-    capacity = held.max_length + -(-held.cfg.num_compressed(held.max_length) // 16) * 16
-    rings = 20 + 32 + 8 + 32
-    assert sum(t.nbytes for t in held.tensors()[:8]) == per_token * (capacity + rings)
-
-
-def test_only_the_first_chunk_is_a_full_sequence(monkeypatch):
-    firsts = []
-
-    def recording(*arguments, first_chunk, **options):
-        firsts.append(first_chunk)
-        return nsa.prefill(*arguments, first_chunk=first_chunk, **options)
-
-    monkeypatch.setattr("nsa.hf.cache.prefill", recording)
-    model, ids = sparse("llama", num_hidden_layers=1), tokens(1, 60)
-    growing, fixed = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=128)
-    with torch.no_grad():
-        for cache in (growing, fixed):
-            for part in (ids[:, :20], ids[:, 20:], ids[:, :1]):
-                model(part, cache=cache, use_cache=True)
-            cache.reset()
-            model(ids, cache=cache, use_cache=True)
-    assert firsts == [True, False, True] * 2
-
-
-@BOTH
 def test_nothing_is_made_on_another_device(name):
     """Forwards and steps on a GPU, simulated without one: an operation on tensors of two devices would fail."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -656,97 +370,6 @@ def test_nothing_is_made_on_another_device(name):
         for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
             for part in (ids, ids[:, :1]):
                 assert model(part, cache=cache, use_cache=True).logits.device.type == "cuda"
-
-
-def test_a_cache_of_fixed_size_that_is_full():
-    model, cache = sparse("llama"), StaticCache(config=sparse("llama").config, max_cache_len=50)
-    with torch.no_grad():
-        model(tokens(2, 48), cache=cache, use_cache=True)
-        before = [tensor.clone() for layer in cache.layers for tensor in layer.cache.tensors()]
-        with pytest.raises(ValueError, match=r"^max_cache_len = 50: must be at least 51, the slots needed"):
-            model(tokens(2, 3), cache=cache, use_cache=True)
-        after = [tensor for layer in cache.layers for tensor in layer.cache.tensors()]
-        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)) and cache.get_seq_length() == 48
-        model(tokens(2, 2), cache=cache, use_cache=True)
-
-
-@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
-def test_a_compiled_step_on_a_cache_of_fixed_size(backend):
-    model = sparse("llama", dense_layers=[1])
-    rows = [tokens(n) for n in (40, 83)]
-    ids, mask = padded(rows, "left")
-    expected = model.generate(ids, attention_mask=mask, **GREEDY)
-    static = model.generate(ids, attention_mask=mask, **GREEDY, cache_implementation="static", disable_compile=True)
-    assert torch.equal(static, expected)
-    cache = StaticCache(config=model.config, max_cache_len=128)
-    torch._dynamo.reset()
-    step = torch.compile(model, fullgraph=True, backend=backend)
-    with torch.no_grad():
-        last = model(ids, attention_mask=mask, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
-        text = [ids, last]
-        for i in range(19):
-            mask = torch.cat((mask, torch.ones(2, 1, dtype=mask.dtype)), 1)
-            run = step if i < 2 else torch.compiler.set_stance("fail_on_recompile")(step)
-            fixed = torch.nn.functional.pad(mask, (0, 128 - mask.shape[1]))
-            last = run(last, attention_mask=fixed, cache=cache, use_cache=True).logits.argmax(-1)
-            text.append(last)
-    assert torch.equal(torch.cat(text, 1), expected)
-
-
-@pytest.mark.parametrize("masked", (False, True))
-def test_one_graph_for_all_lengths(masked):
-    model = sparse("llama")
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for i, length in enumerate((60, 61, 130, 300)):
-        ids = tokens(2, length)
-        given = {}
-        if masked:  # the first one has no padding
-            given["attention_mask"] = torch.ones_like(ids).index_put(
-                (torch.tensor(0), torch.arange(i)), ids.new_zeros(1)
-            )
-        with torch.compiler.set_stance("default" if i < 2 else "fail_on_recompile"):
-            found = compiled(ids, labels=ids, **given).loss
-        loss = model(ids, labels=ids, **given).loss
-        assert abs(found - loss) < 1e-5
-        parameter = model.model.layers[0].self_attn.q_proj.weight
-        assert error(*(torch.autograd.grad(one, parameter)[0] for one in (found, loss))) < 1e-4
-
-
-def test_an_exported_model_takes_other_lengths_and_padding():
-    model = sparse("llama")
-    ids, mask = padded([tokens(n) for n in (40, 83)], "left")
-    batch, length = torch.export.Dim("batch", min=2), torch.export.Dim("length", min=2, max=4096)
-    with torch.no_grad():
-        given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-        shapes = {"input_ids": {0: batch, 1: length}, "attention_mask": {0: batch, 1: length}, "use_cache": None}
-        exported = torch.export.export(model, (), given, dynamic_shapes=shapes).module()
-        for rows in ([100, 100, 100], [3, 150, 70]):
-            ids, mask = padded([tokens(n) for n in rows], "right")
-            found = exported(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            expected = model(ids, attention_mask=mask, use_cache=False).logits
-            assert error(found[mask.bool()], expected[mask.bool()]) < 1e-5
-
-
-def test_compiled_code_refuses_sequences_that_it_would_join():
-    model = sparse("llama")
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager")
-    ids = tokens(2, 40)
-    ones, restarts = torch.ones_like(ids), torch.arange(20).repeat(2)[None]
-    hole, left = ones.clone(), (ones.cumsum(1) - 6).clamp(min=0)
-    hole[0, :5] = 0
-    with torch.no_grad():
-        compiled(ids, attention_mask=hole, position_ids=left, use_cache=False)
-        for given in ({}, {"attention_mask": ones}):
-            with pytest.raises(RuntimeError, match="position_ids restart: give cu_seq_lens_q"):
-                compiled(ids, position_ids=restarts, use_cache=False, **given)
-        offsets = torch.tensor([0, 20, 40, 80], dtype=torch.int32)
-        packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 40, "use_cache": False}
-        expected = model(ids, **packed).logits
-        assert error(compiled(ids, attention_mask=ones, **packed).logits, expected) < 1e-5
-        with pytest.raises(RuntimeError, match="cu_seq_lens_q: must be None with padding in attention_mask"):
-            compiled(ids, attention_mask=hole, **packed)
 
 
 # Training
@@ -787,15 +410,6 @@ def test_flattened_sequences_are_each_alone(name, offsets):
     alone = gradients(model)
     largest = max(g.abs().max() for g in alone.values())
     assert max((together[n] - g).abs().max() for n, g in alone.items()) < 1e-5 * largest
-
-
-def test_a_step_with_a_cache_has_no_gradient_and_says_so():
-    model = sparse("llama")
-    ids = tokens(1, 30)
-    assert model(ids).cache is None
-    out = model(ids, labels=ids, use_cache=True)
-    with pytest.raises(RuntimeError, match=r"^cache: a step with a cache has no gradient"):
-        out.loss.backward()
 
 
 def test_low_rank_adapters_on_all_linear_layers():
@@ -1034,38 +648,3 @@ def test_a_folder_loads_by_its_name_where_nsa_is_not_imported(tmp_path):
         assert (tmp_path / "again" / file).read_text() == (tmp_path / "model" / file).read_text()
     assert len(list((tmp_path / "again").glob("*.py"))) == 1
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "again")) is type(model)  # nsa.hf is imported here
-
-
-@pytest.mark.bits
-@BOTH
-def test_caches_select_repeat_and_reset(name):
-    model = sparse(name, dense_layers=[1])
-    rows = [tokens(n) for n in LENGTHS]
-    ids, mask = padded(rows, "left")
-    options = {"max_new_tokens": 20, "do_sample": False, "num_beams": 3}
-    expected = model.generate(ids, attention_mask=mask, **options)
-    static = {"cache_implementation": "static", "disable_compile": True}
-    assert torch.equal(model.generate(ids, attention_mask=mask, **options, **static), expected)
-    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=160)):
-        with torch.no_grad():
-            first = model(ids, attention_mask=mask, cache=cache, use_cache=True).logits
-            cache.reset()
-            assert cache.get_seq_length() == 0
-            again = model(ids, attention_mask=mask, cache=cache, use_cache=True).logits
-            assert torch.equal(first[mask.bool()], again[mask.bool()])
-    new, wider = tokens(3, 1), torch.nn.functional.pad(mask, (0, 1), value=1)
-    with torch.no_grad():
-        cache = model(ids, attention_mask=mask, use_cache=True).cache
-        before = copy.deepcopy(cache)
-        plain = model(new, attention_mask=wider, cache=copy.deepcopy(cache), use_cache=True).logits
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([5, 0, 2]))
-        order = [2, 0, 1]
-        # The operators' bits do not depend on a row's place; those of torch's elementwise functions and products may.
-        q, k, v, gates = (torch.randn(3, 1, *shape) for shape in ((8, 16), (2, 16), (2, 16), (8, 3)))
-        for kept, moved in zip(before.layers, copy.deepcopy(cache).layers, strict=True):
-            if isinstance(moved, nsa.hf.cache.NsaDynamicLayer):
-                expected = nsa.decode(q, k, v, gates, kept.cache)
-                assert torch.equal(nsa.decode(*(x[order] for x in (q, k, v, gates)), moved.cache), expected[order])
-        out = model(new[order], attention_mask=wider[order], cache=cache, use_cache=True).logits
-        assert error(out, plain[order]) <= 1e-5
