@@ -8,17 +8,23 @@ namespace nsa::cuda {
 
 namespace {
 
+constexpr int kMaxTensors = 8;
+
 /// Packed rows past the last sequence: o = 0, lse = -inf, indices = -1, gradients = 0. Also fills whole tensors.
 struct FillArgs {
-  const int* cu = nullptr;  // null: all rows
+  struct Tensor {
+    Strided rows;  // of 4-byte or 2-byte elements, (rows, heads, columns)
+    int count = 0, heads = 0, columns = 0, element = 0;
+    unsigned value = 0;
+  };
+  const int* cu = nullptr;
   int sequences = 0;
   bool compressed = false;  // the rows are compressed tokens of the sequences
   int kernel_size = 0, kernel_stride = 0;
-  Strided rows;  // of 4-byte or 2-byte elements, (rows, heads, columns)
-  int count = 0, heads = 0, columns = 0, element = 0;
-  unsigned value = 0;
+  Tensor tensors[kMaxTensors];
 };
 
+/// Grid y: tensor.
 __global__ void __launch_bounds__(128) fill_tail(const __grid_constant__ FillArgs args) {
   __shared__ int begin;
   if (threadIdx.x == 0) begin = args.compressed ? 0 : args.cu[args.sequences];
@@ -32,13 +38,14 @@ __global__ void __launch_bounds__(128) fill_tail(const __grid_constant__ FillArg
     if (mine) atomicAdd(&begin, mine);
     __syncthreads();
   }
-  for (int row = max(begin, 0) + blockIdx.x; row < args.count; row += gridDim.x) {
-    for (int i = threadIdx.x; i < args.heads * args.columns; i += blockDim.x) {
-      const std::int64_t at = row * args.rows.row + i / args.columns * args.rows.head + i % args.columns;
-      if (args.element == 4) {
-        static_cast<unsigned*>(args.rows.data)[at] = args.value;
+  const FillArgs::Tensor& t = args.tensors[blockIdx.y];
+  for (int row = max(begin, 0) + blockIdx.x; row < t.count; row += gridDim.x) {
+    for (int i = threadIdx.x; i < t.heads * t.columns; i += blockDim.x) {
+      const std::int64_t at = row * t.rows.row + i / t.columns * t.rows.head + i % t.columns;
+      if (t.element == 4) {
+        static_cast<unsigned*>(t.rows.data)[at] = t.value;
       } else {
-        static_cast<unsigned short*>(args.rows.data)[at] = static_cast<unsigned short>(args.value);
+        static_cast<unsigned short*>(t.rows.data)[at] = static_cast<unsigned short>(t.value);
       }
     }
   }
@@ -46,9 +53,9 @@ __global__ void __launch_bounds__(128) fill_tail(const __grid_constant__ FillArg
 
 }  // namespace
 
-Status fill(const TensorView& t, const TensorView& cu, unsigned value, const NSAConfig* compressed,
+Status fill(std::initializer_list<Filled> tensors, const TensorView& cu, const NSAConfig* compressed,
             cudaStream_t stream) {
-  if (!t.defined() || !cu.defined() || t.numel() == 0) return {};
+  if (!cu.defined()) return {};
   FillArgs args;
   args.cu = cu.as<const int>();
   args.sequences = to_int(cu.size(0)) - 1;
@@ -57,21 +64,23 @@ Status fill(const TensorView& t, const TensorView& cu, unsigned value, const NSA
     args.kernel_size = compressed->kernel_size;
     args.kernel_stride = compressed->kernel_stride;
   }
-  args.element = to_int(static_cast<std::int64_t>(size_of(t.dtype)));
-  args.value = value;
-  if (t.rank == 2) {  // lse (H, total)
-    args.rows = {t.data, 0, t.stride[1], t.stride[0]};
-    args.count = to_int(t.size(1));
-    args.heads = to_int(t.size(0));
-    args.columns = 1;
-  } else {
-    args.rows = strided(t);
-    args.count = to_int(t.size(0));
-    args.heads = to_int(t.size(1));
-    args.columns = to_int(t.size(2));
+  unsigned count = 0, rows = 0;
+  for (const auto& [t, value] : tensors) {
+    if (!t.defined() || t.numel() == 0) continue;
+    FillArgs::Tensor& to = args.tensors[count++];
+    to.element = to_int(static_cast<std::int64_t>(size_of(t.dtype)));
+    to.value = value;
+    if (t.rank == 2) {  // lse (H, total)
+      to.rows = {t.data, 0, t.stride[1], t.stride[0]};
+      to.count = to_int(t.size(1)), to.heads = to_int(t.size(0)), to.columns = 1;
+    } else {
+      to.rows = strided(t);
+      to.count = to_int(t.size(0)), to.heads = to_int(t.size(1)), to.columns = to_int(t.size(2));
+    }
+    rows = std::max(rows, static_cast<unsigned>(to.count));
   }
-  return status_of(launch(fill_tail, static_cast<unsigned>(std::min(args.count, 512)), 128, 0, stream, args),
-                   "fill_tail");
+  if (count == 0) return {};
+  return status_of(launch(fill_tail, dim3(std::min(rows, 512u), count), 128, 0, stream, args), "fill_tail");
 }
 
 }  // namespace nsa::cuda

@@ -163,8 +163,7 @@ Status launch_queries_fallback(const Prepared& x, Execution& e) {
 Status launch_keys_fallback(const Prepared& x, const Packed& packed, Execution& e) {
   const portable::AttentionKernels& kernels = kernels_of(x.branch->q, x.branch->v);
   const TensorView& cu_k = packed.cu_seqlens_k.defined() ? packed.cu_seqlens_k : packed.cu_seqlens_q;
-  if (Status s = fill(x.out->d_k, cu_k, 0, nullptr, e.stream); !s.ok()) return s;
-  if (Status s = fill(x.out->d_v, cu_k, 0, nullptr, e.stream); !s.ok()) return s;
+  if (Status s = fill({{x.out->d_k, 0}, {x.out->d_v, 0}}, cu_k, nullptr, e.stream); !s.ok()) return s;
   InverseArgs inverse = x.inverse;
   inverse.wanted = x.args.fallback.flag;
   if (Status s = status_of(build_inverse_index(inverse, e.stream), "build_inverse_index"); !s.ok()) return s;
@@ -183,8 +182,7 @@ Status run_keys(const Prepared& x, const Packed& packed, const NSAConfig* compre
   const TensorView& cu_k = packed.cu_seqlens_k.defined() ? packed.cu_seqlens_k : packed.cu_seqlens_q;
   const portable::AttentionKernels& kernels = kernels_of(x.branch->q, x.branch->v);
   const auto hopper = x.selected ? x.hopper.selected_d_kv : x.hopper.range_d_kv;
-  if (Status s = fill(x.out->d_k, cu_k, 0, compressed, e.stream); !s.ok()) return s;
-  if (Status s = fill(x.out->d_v, cu_k, 0, compressed, e.stream); !s.ok()) return s;
+  if (Status s = fill({{x.out->d_k, 0}, {x.out->d_v, 0}}, cu_k, compressed, e.stream); !s.ok()) return s;
   if (x.selected)
     if (Status s = status_of(build_inverse_index(x.inverse, e.stream), "build_inverse_index"); !s.ok()) return s;
   if (Status s = run_hopper(hopper, x, "d_kv", e); !s.ok()) return s;
@@ -257,7 +255,7 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
       if (Status s = run_queries(x, e); !s.ok()) return s;
     if (Status s = run_keys(x, packed, compressed, e); !s.ok()) return s;
   }
-  return fill(p.d_q, packed.cu_seqlens_q, 0, nullptr, e.stream);
+  return fill({{p.d_q, 0}}, packed.cu_seqlens_q, nullptr, e.stream);
 }
 
 template Status single_backward(const CompressedAttentionBackwardParams&, const TensorView&, const TensorView&,

@@ -1,6 +1,5 @@
 #include "cuda/operations/branch_forward.h"
 
-#include "cuda/common/fill.h"
 #include "cuda/sm90/selected_attention/loop_order.h"
 
 namespace nsa::cuda {
@@ -65,11 +64,6 @@ struct SelectedOrders {
 
 }  // namespace
 
-Status fill_outputs(const TensorView& o, const TensorView& lse, const Packed& packed, Execution& e) {
-  if (Status s = fill(o, packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
-  return fill(lse, packed.cu_seqlens_q, kMinusInfinity, nullptr, e.stream);
-}
-
 RangeArgs range_args(const Branch& b, const TensorView& o, const TensorView& lse) {
   return {.geometry = b.geometry,
           .q = strided(b.q),
@@ -90,7 +84,6 @@ Status launch_forward(const Params& p, NonfiniteGuard& guard, Execution& e) {
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   const portable::AttentionKernels& kernels = kernels_of(b.q, b.v);
-  if (Status s = fill_outputs(o, lse, p.packed, e); !s.ok()) return s;
   if (b.indices) {
     SelectedArgs args{.geometry = b.geometry,
                       .q = strided(b.q),

@@ -230,7 +230,7 @@ Status compress_backward(const CompressBackwardParams& p, const CompressBackward
   if (!status.ok() || e.arena.measuring()) return status;
   for (const CompressBackwardParams* x : {&p, second})
     if (x)
-      if (Status s = fill(x->d_k, x->forward.cu_seqlens, 0, nullptr, e.stream); !s.ok()) return s;
+      if (Status s = fill({{x->d_k, 0}}, x->forward.cu_seqlens, nullptr, e.stream); !s.ok()) return s;
   return {};
 }
 

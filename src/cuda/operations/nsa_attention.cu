@@ -33,8 +33,6 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
   void* scratch = e.arena.take<char>(bytes);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
-  if (Status s = fill_outputs(cmp.o, cmp.lse, cmp.packed, e); !s.ok()) return s;
-  if (Status s = fill(p.indices, p.packed.cu_seqlens_q, 0xffffffffu, nullptr, e.stream); !s.ok()) return s;
   if (Status s = guard.scan(e); !s.ok()) return s;
   int* flag = guard.flag();
   RangeArgs range = range_args(b, cmp.o, cmp.lse);
@@ -66,9 +64,6 @@ Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams
   const Branch b = branch_of(swa);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
-  if (swa.o.defined())
-    if (Status s = fill(swa.o, swa.packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
-  if (Status s = fill(swa.lse, swa.packed.cu_seqlens_q, kMinusInfinity, nullptr, e.stream); !s.ok()) return s;
   if (Status s = guard.scan(e); !s.ok()) return s;
   RangeArgs range = range_args(b, swa.o, swa.lse);
   range.fallback.flag = guard.flag();
@@ -136,6 +131,16 @@ Status attend_branches(const NsaAttentionParams& p, const Packed& window, Nonfin
                                   .indices = kept.indices};
   const CombineParams sum{
       .o_cmp = kept.o_cmp, .o_slc = kept.o_slc, .o_swa = kept.o_swa, .gates = kept.gates, .o = kept.o};
+  if (!e.arena.measuring() && e.arena.enough()) {
+    const std::initializer_list<Filled> outputs{{kept.o_cmp, 0},
+                                                {kept.o_slc, 0},
+                                                {kept.o_swa, 0},
+                                                {kept.lse_cmp, kMinusInfinity},
+                                                {kept.lse_slc, kMinusInfinity},
+                                                {kept.lse_swa, kMinusInfinity},
+                                                {kept.indices, kNoBlock}};
+    if (Status s = fill(outputs, p.packed.cu_seqlens_q, nullptr, e.stream); !s.ok()) return s;
+  }
   if (Status s = compressed_and_select(b.cmp, select, guard, e); !s.ok()) return s;
   e.stage_done("compressed attention, selection");
   // Causal attention is the faster one there. Not by the portable kernels: a sequence has the same bits packed or
@@ -153,7 +158,7 @@ Status attend_branches(const NsaAttentionParams& p, const Packed& window, Nonfin
   }
   e.stage_done("sliding window, combine");
   if (e.arena.measuring()) return {};
-  return fill(p.o, p.packed.cu_seqlens_q, 0, nullptr, e.stream);  // rows past the end: the gates there may be NaN
+  return fill({{p.o, 0}}, p.packed.cu_seqlens_q, nullptr, e.stream);  // rows past the end: the gates there may be NaN
 }
 
 Status run(const NsaAttentionBackwardParams& p, Execution& e) {
@@ -170,7 +175,7 @@ Status run(const NsaAttentionBackwardParams& p, Execution& e) {
                       "combine_backward");
         !s.ok())
       return s;
-    if (Status s = fill(p.d_gates, f.packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
+    if (Status s = fill({{p.d_gates, 0}}, f.packed.cu_seqlens_q, nullptr, e.stream); !s.ok()) return s;
   }
   const sm90::Kernels for_causal = hopper_kernels(branch_of(b.causal), p.d_o);
   const bool causal = b.all_selected && for_causal.range_d_q && for_causal.range_d_kv;
@@ -295,7 +300,7 @@ Status run(const NsaAttentionBackwardParams& p, Execution& e) {
     }
   if (stored)
     if (Status s = launch_keys_fallback(selected, f.packed, e); !s.ok()) return s;
-  return fill(p.d_q, f.packed.cu_seqlens_q, 0, nullptr, e.stream);
+  return fill({{p.d_q, 0}}, f.packed.cu_seqlens_q, nullptr, e.stream);
 }
 
 }  // namespace nsa::cuda

@@ -28,7 +28,7 @@ Status run(const SelectBlocksParams& p, Execution& e) {
   args.scratch = e.arena.take<float>(scratch_floats(args, count));
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
-  if (Status s = fill(p.indices, p.packed.cu_seqlens_q, 0xffffffffu, nullptr, e.stream); !s.ok()) return s;
+  if (Status s = fill({{p.indices, kNoBlock}}, p.packed.cu_seqlens_q, nullptr, e.stream); !s.ok()) return s;
   return status_of(portable::element_kernels(p.q.dtype)->select_blocks(args, to_int(p.q.size(-1)), count, e.stream),
                    "select_blocks");
 }
