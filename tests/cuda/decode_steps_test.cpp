@@ -229,12 +229,23 @@ TEST_F(SharedQueries, HaveTheSameBitsInAnyStep) {
   expect_same_bits_in_any_step(c, kClusteredStart, 4);
 }
 
-/// Results of a step of eight tokens; blocks: given.
+/// Results of a step of eight tokens; blocks: given, and then no indices are wanted.
 Results after_eight(const Stream& stream, const Tensor* blocks = nullptr) {
   KVCache cache = filled_cache(stream, kClusteredStart);
   Results results(stream.c);
-  expect_ok(Feed{stream, cache, blocks}({8, 8}, results));
+  expect_ok(Feed{stream, cache, blocks, {}, blocks == nullptr}({8, 8}, results));
   return results;
+}
+
+TEST_F(SharedQueries, HaveTheSameBitsWithTheirBlocksGiven) {  // with which half of the thread blocks begin then
+  for (const std::int64_t dim : {64, 128}) {
+    StreamCase c = clustered_case(16);
+    c.dk = c.dv = dim;
+    const Stream stream(c);
+    const Results chosen = after_eight(stream), given = after_eight(stream, &chosen.indices);
+    const auto rows = [](const Results& results) { return slice(results.o, 1, kClusteredStart, kClusteredStart + 8); };
+    EXPECT_TRUE(same_bits(rows(chosen), rows(given))) << "heads of " << dim;
+  }
 }
 
 TEST_F(SharedQueries, DoNotSeeWhatTheOthersSee) {

@@ -130,10 +130,8 @@ class TileCopier {
     int page, row;
     bool whole;
   };
-  __device__ __forceinline__ TileSlot slot_of(const StepAttendArgs& args, const CachedBranch& cached,
-                                              const BranchTiles& tiles, int tile, int b) const {
-    const int log2_block = args.block_keys.log2_block;
-    const int key = tiles.key_of(tile, tiles.branch == kSelected ? tiles.entry(tile) : 0, log2_block);
+  __device__ __forceinline__ TileSlot slot_of(const CachedBranch& cached, const BranchTiles& tiles, int key,
+                                              int log2_block, int b) const {
     const int behind = tiles.branch == kSelected ? min(tiles.end, key + (1 << log2_block)) : tiles.end;
     TokenPages::Slot at = cached.slot_of(key);
     const bool whole = key >= tiles.begin && key + S::kKeys <= behind && at.row + S::kKeys <= cached.size;
@@ -190,8 +188,10 @@ __device__ __forceinline__ void copy_branch(TileCopier<S>& copier, const StepAtt
   const CachedBranch& cached = args.cached[kBranch];
   const auto look = [&](int tile) {
     if (tile >= tiles.count) return typename TileCopier<S>::TileSlot{};
-    if (kBranch != kSelected && tiles.key_of(tile, 0, 0) + S::kKeys > first_added) griddepcontrol_wait();
-    return copier.slot_of(args, cached, tiles, tile, b);
+    const int log2_block = args.block_keys.log2_block;
+    const int key = tiles.key_of(tile, kBranch == kSelected ? tiles.entry(tile) : 0, log2_block);
+    if (key + S::kKeys > first_added) griddepcontrol_wait();
+    return copier.slot_of(cached, tiles, key, log2_block, b);
   };
   // The first page is loaded in the loop, too: else the compiler lets each tile wait for the load of the next one's.
   typename TileCopier<S>::TileSlot next{};

@@ -7,8 +7,12 @@
 // tile and merge their sums; of the selected blocks each takes those of two queries, together. What a query does not
 // see has a probability of zero, so that its bits do not depend on the others.
 //
-//   compressed keys │ window │ compressed keys again, for the choice, now that their softmax is known │ choice │
-//   selected blocks │ outputs
+//   compressed keys │ compressed keys again, for the choice, now that their softmax is known │ choice │
+//   selected blocks │ window │ outputs
+//
+// Compressed keys are bound by the chain of a computing warpgroup, selected blocks by memory. So where blocks are
+// given, half of the thread blocks begin with these: memory is in use all the time. The sum of both does not tell which
+// was first.
 //
 // Keys and values are loaded in kv_loader.cuh, attended to and weighed for the choice in attention.cuh.
 //
@@ -51,6 +55,11 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
   const auto chooses = [&] { return args.given.data == nullptr || args.indices.data != nullptr; };
   // Whether a query there does not take all blocks.
   const auto weighs = [&](int position) { return chooses() && !Candidates(args, position).all(args); };
+  // By heads and sequences, as thread blocks of one head share its compressed keys in L2.
+  const bool selected_first = !chooses() && ((blockIdx.y + blockIdx.z) & 1) != 0;
+  const auto branch_at = [&](int pass) {
+    return pass == 2 ? kWindow : (pass == 0) == selected_first ? kSelected : kCompressed;
+  };
   const auto row_of = [&](int query) { return p.starts ? min(max(p.starts[b] + query, 0), p.rows - 1) : query; };
 
   // Queries that are idle.
@@ -88,26 +97,25 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
       const int first = turn == 0 ? 0 : turn - 1, last = turn == 0 ? here - 1 : turn - 1;
-      // Compressed keys, window, compressed keys again, selected blocks.
+      const auto copy = [&](auto branch, bool values, int first_added) {
+        const BranchTiles tiles(args, branch, first_position + first, first_position + last, group, together);
+        copy_branch<branch>(copier, args, tiles, values, first_added, b, kv_head);
+      };
 #pragma unroll 1
-      for (int pass = 0; pass < 4; ++pass) {
-        if (pass == 2 && !weighs(first_position + last)) continue;
-        if (pass == 3) {
-          named_barrier_sync(QueriesBarrier::kLists, S::kThreads);
-          griddepcontrol_wait();
-        }
-        const auto copy = [&](auto branch, bool values, int first_added) {
-          const BranchTiles tiles(args, branch, first_position + first, first_position + last, group, together);
-          copy_branch<branch>(copier, args, tiles, values, first_added, b, kv_head);
-        };
-        if (pass == 1) {
+      for (int pass = 0; pass < kBranches; ++pass) {
+        const int branch = branch_at(pass);
+        if (branch == kWindow) {
           copy(std::integral_constant<int, kWindow>{}, true, request.before);
-        } else if (pass == 3) {
-          copy(std::integral_constant<int, kSelected>{}, true, 0);
+        } else if (branch == kSelected) {
+          named_barrier_sync(QueriesBarrier::kLists, S::kThreads);
+          copy(std::integral_constant<int, kSelected>{}, true, request.before);
         } else {
-          copy(std::integral_constant<int, kCompressed>{}, pass == 0, request.first);
+          const int times = weighs(first_position + last) ? 2 : 1;
+#pragma unroll 1
+          for (int i = 0; i < times; ++i) copy(std::integral_constant<int, kCompressed>{}, i == 0, request.first);
         }
       }
+      griddepcontrol_wait();  // for the plan
       if (is_last(turn, turn_barrier.wait(turn), args.plan[b].added > 0)) break;
     }
     publish_length();
@@ -209,8 +217,9 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
       unite_lists();
     }
 
-    /// The warpgroups' sums of a branch together, each warp half of the columns of its query.
-    const auto merge = [&](int branch) {
+    /// The warpgroups' sums of a branch together, each warp half of the columns of its query; to those of the others,
+    /// if it is not the first.
+    const auto merge = [&](int branch, bool is_first) {
       const int lane = lane_id();
       const auto& softmaxes = rows.softmaxes[branch == kWindow];
       float share[2];
@@ -247,7 +256,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float both = __fmul_rn(x[i], share[i / 2]) + other[i];
-            known[n][i] = branch == kCompressed ? both : known[n][i] + both;
+            known[n][i] = is_first ? both : known[n][i] + both;
           }
         }
       }
@@ -263,19 +272,18 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
     };
 
 #pragma unroll 1
-    for (int pass = 0;; ++pass) {
-      const int branch = pass == 0 ? kCompressed : pass == 1 ? kWindow : kSelected;
+    for (int pass = 0; pass < kBranches; ++pass) {
+      const int branch = branch_at(pass);
       attend(branch);
-      if (branch == kSelected) break;
       publish_softmax(branch);
-      if (branch == kWindow) {
+      if (pass == 0) {
         griddepcontrol_wait();
         launch_dependents();
         fits = warp_uniform(args.plan[b].added > 0);
       }
       sync();
-      merge(branch);
-      if (branch == kCompressed || !chooses()) continue;
+      merge(branch, pass == 0);
+      if (branch != kCompressed || !chooses()) continue;
       sync();
       if (warp_uniform(weighs(last_position))) {
         clear_sums();
@@ -294,48 +302,21 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
       unite_lists();
     }
 
-    auto* const others = reinterpret_cast<float4*>(exchange + warp * S::kExchange) + lane;
-    const auto* const from = reinterpret_cast<const float4*>(exchange + (warp ^ S::kQueries) * S::kExchange) + lane;
-    sync();  // the exchange is free
-    if (!owner) {
-#pragma unroll
-      for (int n = 0; n < S::kHalf; ++n)
-        others[n * 32] = make_float4(known[n][0], known[n][1], known[n][2], known[n][3]);
-    }
-    sync();
     bool finite = true;
-    if (owner && active) {
-      float share[2];
+    if (active) {
+      const int at = row_of(again(query));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float all = row_sum(sum[i]);
-        share[i] = all == 0 ? 0 : rows.gates[kSelected][mine * kTileRows + lane / 4 + 8 * i] * __frcp_rn(all);
-      }
-      const int at = row_of(again(query));
-      T* outputs[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        outputs[i] =
-            args.o.template at<T>(b, at, kv_head * p.group + min(lane / 4 + 8 * i, p.group - 1)) + 2 * (lane & 3);
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
+        const int head = lane / 4 + 8 * i;
+        T* const outputs =
+            args.o.template at<T>(b, at, kv_head * p.group + min(head, p.group - 1)) + group * D / 2 + 2 * (lane & 3);
 #pragma unroll
         for (int n = 0; n < S::kHalf; ++n) {
-          float o[4] = {known[n][0], known[n][1], known[n][2], known[n][3]};
-          if (half != group) {
-            const float4 x = from[n * 32];
-            o[0] = x.x, o[1] = x.y, o[2] = x.z, o[3] = x.w;
-          }
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            o[i] += acc[(half * S::kHalf + n) * 4 + i] * share[i / 2];
-            finite &= is_finite(o[i]);
-          }
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            if (lane / 4 + 8 * i < p.group)
-              store_pair(outputs[i] + (half * S::kHalf + n) * 8, fits ? o[2 * i] : 0, fits ? o[2 * i + 1] : 0);
+          const float x = known[n][2 * i], y = known[n][2 * i + 1];
+          finite &= is_finite(x) && is_finite(y);
+          if (head < p.group) store_pair(outputs + n * 8, fits ? x : 0, fits ? y : 0);
         }
+      }
     }
     if (turn == 0 && !finite) turn_barrier.report();
     if (is_last(turn, turn_barrier.wait(turn), fits)) break;
