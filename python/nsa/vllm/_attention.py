@@ -169,7 +169,7 @@ class NsaMetadataBuilder(AttentionMetadataBuilder[NsaMetadata]):
         if kv_cache_spec.block_size != layout.page_size:
             wrong = f"block_size = {layout.page_size}: the engine uses {kv_cache_spec.block_size}"
             raise ValueError(f"{wrong}: all attention backends of the model must support pages of {layout.page_size}")
-        self.columns = layout.page_size // layout.raw_slots
+        self.page_size, self.columns = layout.page_size, layout.page_size // layout.raw_slots
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self.max_requests = vllm_config.scheduler_config.max_num_seqs
         self.repeated: Tensor | None = None
@@ -196,6 +196,8 @@ class NsaMetadataBuilder(AttentionMetadataBuilder[NsaMetadata]):
                 continue
             whole = first == 0 and last == requests
             begin = m.query_start_loc[first : last + 1]
+            # Chunks take memory, and kernels, for as many tokens as their table has room for. Graphs replay decodes.
+            pages = table.shape[1] if last == decodes else -(-m.max_seq_len // self.page_size)
             rows = slice(starts[first], None if last == requests else starts[last])
             parts.append(
                 Part(
@@ -203,8 +205,8 @@ class NsaMetadataBuilder(AttentionMetadataBuilder[NsaMetadata]):
                     m.max_query_len if whole else max(new[first:last]),
                     begin - starts[first] if first else begin,
                     m.seq_lens[first:last],
-                    table[first:last],
-                    raw[first:last],
+                    table[first:last, :pages],
+                    raw[first:last, : pages * self.columns],
                     m.slot_mapping[rows],
                 )
             )
