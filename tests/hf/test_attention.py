@@ -90,6 +90,7 @@ def test_a_packed_sequence_is_the_sequence_alone(name, offsets):
 
 
 HIDDEN = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+QWEN2_MOE = {"num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 WIDE = {**HIDDEN, "intermediate_size": 96}
 GPT = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 
@@ -139,6 +140,10 @@ def test_models_that_do_not_ask_for_the_attention_function_are_refused(name, siz
         ("gpt2", {**GPT, "n_layer": 1}),
         ("gemma3_text", {**WIDE, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}),
         ("stablelm", {**WIDE, "num_key_value_heads": 4}),  # says nothing of attention backends
+        # A window that only the mask has:
+        ("phimoe", {**WIDE, "num_key_value_heads": 2, "num_local_experts": 2, "sliding_window": 8}),
+        ("qwen2_moe", {**WIDE, **QWEN2_MOE, "sliding_window": 8, "use_sliding_window": True}),
+        ("qwen2_moe", {**WIDE, **QWEN2_MOE}),
     ],
 )
 def test_models_that_ask_for_it_are_not_refused(name, sizes):

@@ -86,6 +86,13 @@ def _hands_over(config: type) -> bool:
     return bool(model._supports_attention_backend or model._can_set_attn_implementation())
 
 
+def _configured_window(module: Any) -> int | None:
+    config = getattr(module, "config", None)
+    window, kinds = (getattr(config, name, None) for name in ("sliding_window", "layer_types"))
+    slides = kinds is None or kinds[module.layer_idx] == "sliding_attention"
+    return window or None if slides else None
+
+
 def nsa_attention_forward(
     module: Any,
     query: Tensor,
@@ -94,7 +101,7 @@ def nsa_attention_forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = 0,
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
@@ -115,7 +122,8 @@ def nsa_attention_forward(
         query: (B, H, Sq, D).
         key, value: (B, Hkv, Sk, D and Dv); query i has position i + Sk - Sq.
         attention_mask: result of `nsa_attention_mask`; int32: document indices, one sequence per document.
-        sliding_window: number of last tokens that a query attends to, itself included; None: all.
+        sliding_window: number of last tokens that a query attends to, itself included; None: all. 0, from models that
+            hand it over in the mask alone (Phimoe, Qwen2-MoE): what the configuration says of the layer.
         block_indices: int (B, Hkv, Sq, n), the blocks of `module.indexer.block_size` keys that a query sees, in any
             order, padded with -1.
         position_ids: (B or 1, Sq); a position that does not follow the one before starts a sequence.
@@ -127,6 +135,8 @@ def nsa_attention_forward(
     Raises:
         ValueError: an option that the operators do not have; the message names it.
     """
+    if sliding_window == 0:
+        sliding_window = _configured_window(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     refused = (
         ("attention_dropout", dropout, dropout > 0.0, "0 in training"),
