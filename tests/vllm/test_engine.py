@@ -53,6 +53,39 @@ def folder(tmp_path_factory):
     return lambda name: save_model(name, root)
 
 
+def test_tables_of_chunks():
+    """They end with the longest sequence, but have room for more tokens than are selected: else bits would change."""
+    from nsa.vllm import _attention
+
+    cfg = nsa.NSAConfig(8, 4, 16, 4, window_size=32)
+    layer = SimpleNamespace(layout=_attention.PageLayout(cfg, 16, 1, 32, torch.float32))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        additional_config={},
+    )
+    builder = _attention.NsaMetadataBuilder(SimpleNamespace(block_size=16), ["layer"], config, torch.device("cpu"))
+
+    def columns(*lengths: tuple[int, int]) -> list[int]:
+        new, seen = zip(*lengths, strict=True)
+        starts = torch.tensor([0, *new]).cumsum(0).int()
+        step = SimpleNamespace(
+            num_reqs=len(lengths),
+            query_start_loc_cpu=starts,
+            query_start_loc=starts,
+            block_table_tensor=torch.zeros(len(lengths), 40, dtype=torch.int32),
+            max_query_len=max(new),
+            max_seq_len=max(seen),
+            seq_lens=torch.tensor(seen),
+            slot_mapping=torch.zeros(sum(new)),
+        )
+        return [part.block_table.shape[1] for part in builder.build(0, step).parts]
+
+    assert columns((1, 300), (20, 20), (30, 200)) == [40, 19]
+    assert columns((20, 20)) == [5]  # 65 tokens
+    assert columns((1, 20)) == [40]
+
+
 @pytest.mark.parametrize("kind", ["link", "dangling", "fifo"])
 def test_recorded_rows_are_in_a_file_of_their_own(tmp_path, monkeypatch, kind):
     """Everybody may write to the folder of shared memory."""

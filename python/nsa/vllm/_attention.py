@@ -170,6 +170,8 @@ class NsaMetadataBuilder(AttentionMetadataBuilder[NsaMetadata]):
             wrong = f"block_size = {layout.page_size}: the engine uses {kv_cache_spec.block_size}"
             raise ValueError(f"{wrong}: all attention backends of the model must support pages of {layout.page_size}")
         self.page_size, self.columns = layout.page_size, layout.page_size // layout.raw_slots
+        # In a shorter table all blocks are selected, which has other kernels: bits would depend on the step's requests.
+        self.least_tokens = layout.cfg.topk * layout.cfg.block_size + 1
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self.max_requests = vllm_config.scheduler_config.max_num_seqs
         self.repeated: Tensor | None = None
@@ -196,8 +198,9 @@ class NsaMetadataBuilder(AttentionMetadataBuilder[NsaMetadata]):
                 continue
             whole = first == 0 and last == requests
             begin = m.query_start_loc[first : last + 1]
-            # Chunks take memory, and kernels, for as many tokens as their table has room for. Graphs replay decodes.
-            pages = table.shape[1] if last == decodes else -(-m.max_seq_len // self.page_size)
+            # Chunks take memory for as many tokens as their table has room for. Graphs replay decodes.
+            tokens = max(m.max_seq_len, self.least_tokens)
+            pages = table.shape[1] if last == decodes else -(-tokens // self.page_size)
             rows = slice(starts[first], None if last == requests else starts[last])
             parts.append(
                 Part(
