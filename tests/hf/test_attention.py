@@ -144,6 +144,7 @@ def test_models_that_do_not_ask_for_the_attention_function_are_refused(name, siz
         ("phimoe", {**WIDE, "num_key_value_heads": 2, "num_local_experts": 2, "sliding_window": 8}),
         ("qwen2_moe", {**WIDE, **QWEN2_MOE, "sliding_window": 8, "use_sliding_window": True}),
         ("qwen2_moe", {**WIDE, **QWEN2_MOE}),
+        ("moshi", {**WIDE, "ffn_dim": 96, "sliding_window": 8}),  # has a window and does not use it
     ],
 )
 def test_models_that_ask_for_it_are_not_refused(name, sizes):

@@ -6,6 +6,7 @@ Causal attention and `sliding_window` run as `sliding_window_attention`, the `bl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,15 @@ def _hands_over(config: type) -> bool:
     return bool(model._supports_attention_backend or model._can_set_attn_implementation())
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _masks_slide(layer: type) -> bool:
+    """Returns whether the model of a layer has masks of sliding windows, which not all with a `sliding_window` have."""
+    return hasattr(sys.modules.get(layer.__module__), "create_sliding_window_causal_mask")
+
+
 def _configured_window(module: Any) -> int | None:
+    if not _masks_slide(type(module)):
+        return None
     config = getattr(module, "config", None)
     window, kinds = (getattr(config, name, None) for name in ("sliding_window", "layer_types"))
     slides = kinds is None or kinds[module.layer_idx] == "sliding_attention"
