@@ -65,11 +65,14 @@ def prefill_empty_rows(*arguments: Any, names: Callable[[], Mapping[str, str]]) 
         num_new = num_new.where(empty, 0)
         rest = (num_new, indices, k_scale, v_scale)
         return call(ops.prefill, *branches, *cache, *layer, rotate, *rest, names=names)
-    if rotate:
-        cos, sin = layer[-2:]
+    cos, sin = layer[-2:]
+    if cos is not None:
         at = torch.arange(m, device=cos.device).clamp(max=cos.shape[0] - 1)  # beyond: no row has capacity
-        q, k_slc, k_swa = rotate_branches(branches[0], branches[3], branches[5], cos, sin, at, at)
-        branches = (q, *branches[1:3], k_slc, branches[4], k_swa, *branches[6:])
+        if rotate:
+            q, k_slc, k_swa = rotate_branches(branches[0], branches[3], branches[5], cos, sin, at, at)
+            branches = (q, *branches[1:3], k_slc, branches[4], k_swa, *branches[6:])
+        if cache.block_table.shape[1] * cache.k_slc.shape[1] <= cos.shape[0] < m:
+            layer[-2:] = cos.index_select(0, at), sin.index_select(0, at)
     # In the order of the schema: no noise, nothing packed, nothing saved for a backward but compressed keys and values.
     o, selected, k_c, v_c, *_ = call(
         ops.native_sparse_attention,

@@ -98,6 +98,7 @@ RotatedStep::RotatedStep(const DecodeParams& given) : params(given) {
   params.rotate = false;
   for (std::int64_t b = 0; b < given.cache.cache_seqlens.size(0); ++b) {
     const StepSequence s = new_tokens(given, b);
+    if (s.num_new == 0 || !has_capacity(given.cache, given.cfg, s)) continue;  // positions may be beyond the tables
     for (std::int64_t r = 0; r < s.num_new; ++r) tokens_.push_back({s.q_batch, s.q_begin + r, s.length_before + r});
   }
 }

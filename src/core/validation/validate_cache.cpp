@@ -210,9 +210,11 @@ void check_new_tokens(Checker& check, const Shapes& s, const DecodeParams& param
     check.require(length <= std::numeric_limits<std::int32_t>::max(), "cache.cache_seqlens[", b, "]: ", length,
                   " tokens after the step: must be below 2^31");
     const std::int64_t last = (params.cfg.num_compressed(length) - 1) * params.cfg.kernel_stride;
-    check.require(!params.rope_cos.defined() || last < s.max_positions, "rope_cos: ", params.rope_cos, ": sequence ", b,
-                  " rotates a compressed key at position ", last);
-    check.require(!params.rotate || added == 0 || length <= s.max_positions, "rope_cos: ", params.rope_cos,
+    // Beyond its table a sequence appends nothing, sets the overflow flag and rotates nothing.
+    const bool fits = length <= params.cache.block_table.size(1) * params.cache.k_slc.size(1);
+    check.require(!params.rope_cos.defined() || !fits || last < s.max_positions, "rope_cos: ", params.rope_cos,
+                  ": sequence ", b, " rotates a compressed key at position ", last);
+    check.require(!params.rotate || added == 0 || !fits || length <= s.max_positions, "rope_cos: ", params.rope_cos,
                   ": sequence ", b, " rotates a token at position ", length - 1);
     if (added > 0 && check.ok()) needed.emplace_back(b, pages_needed(params.cache, params.cfg, length - added, length));
   }

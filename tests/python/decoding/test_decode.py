@@ -1,6 +1,7 @@
 """Decoding and prefill with a cache against one forward pass; rollback, forks, idle rows, capacity."""
 
 import random
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -204,6 +205,23 @@ def test_a_first_chunk_takes_empty_rows_with_room_alone(backend, layer):
     layer(x[:, :20], cache=cache, first_chunk=True, num_new=torch.tensor([0, 20, 0], dtype=torch.int32))
     cache.check()
     assert cache.cache_seqlens.tolist() == [3, 20, 40]
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("m", [5, 17, 60])
+def test_tokens_beyond_the_longest_sequence_are_dropped(backend, layer, page_size, first, m):
+    """Also by a layer whose rotation has no positions for them."""
+    x, taken, cache = torch.randn(2, 72, 32), 0 if first else 12, layer.make_cache(2, 16, page_size=page_size)
+    cache.reserve(16)
+    layer(x[:, :taken], cache=cache) if taken else None
+    num_new = torch.tensor([4, m], dtype=torch.int32)
+    out = layer(x[:, taken:][:, :m], cache=cache, num_new=num_new, first_chunk=first)
+    dropped = taken + m > 16
+    assert cache.cache_seqlens.tolist() == [taken + 4, taken if dropped else m]
+    assert_same(out[:1, :4], layer(x[:1, : taken + 4])[:, taken:])
+    with pytest.raises(RuntimeError, match="exceeded the capacity") if dropped else nullcontext():
+        cache.check()
 
 
 def test_a_first_chunk_with_given_blocks(device, layer):
