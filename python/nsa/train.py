@@ -119,7 +119,9 @@ def _tokenizer_functions() -> _TokenizerFunctions:
         tokenizer = _Tokenizer(text.decode(), config.decode())
         opened.append(tokenizer)
         tokens = {"start": tokenizer.named("bos_token"), "end": tokenizer.named("eos_token")}
-        return json.dumps({"handle": len(opened) - 1, "vocab_size": tokenizer.vocab_size, **tokens}).encode()
+        begins = tokenizer.tokenizer.encode("").ids[:1] == [tokens["start"]]
+        sizes = {"handle": len(opened) - 1, "vocab_size": tokenizer.vocab_size}
+        return json.dumps({**sizes, **tokens, "begins_prompts": begins}).encode()
 
     return _TokenizerFunctions(
         _OPEN(lambda text, config, emit, sink: emitted(lambda: open_(text, config), emit, sink)),

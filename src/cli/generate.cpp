@@ -25,6 +25,7 @@
 #include "lm/generate/generate.h"
 #include "lm/generate/memory.h"
 #include "lm/run/checkpoint.h"
+#include "lm/run/pretrained.h"
 
 namespace nsa::cli {
 namespace {
@@ -69,9 +70,14 @@ std::vector<Prompt> prompts_of(const GenerateArguments& arguments, const lm::Tok
     texts.push_back(arguments.prompt_file.empty() ? arguments.prompt
                                                   : base::read_text(arguments.prompt_file, base::kMaxTextBytes));
   }
+  // In a folder of transformers as by its tokenizer, in a run as in its training.
+  const bool begins = tokenizer->begins_prompts() || !lm::is_pretrained(arguments.checkpoint.path);
   for (const auto& text : texts) {
-    prompts.push_back({text, {tokenizer->start_of_document()}});
-    for (const std::int32_t token : tokenizer->encode(text)) prompts.back().tokens.push_back(token);
+    const auto tokens = tokenizer->encode(text);
+    prompts.push_back({text, {tokens.begin(), tokens.end()}});
+    if (begins || tokens.empty()) {
+      prompts.back().tokens.insert(prompts.back().tokens.begin(), tokenizer->start_of_document());
+    }
   }
   return prompts;
 }

@@ -487,3 +487,25 @@ def test_a_folder_of_transformers_with_tokenizer_json(tmp_path, tokenizer, corpu
     ids = ["--ids", tmp_path / "ids.txt", "--held-out-percent", 0]
     nsa("train", "--init", tmp_path / "model", *ids, "--out", tmp_path / "ids", *options)
     assert config_of(tmp_path / "ids")["data"]["vocab_size"] == 304
+
+
+@pytest.mark.parametrize("begins", [None, "named", "added"])
+def test_a_prompt_begins_as_by_the_folders_tokenizer(tmp_path, tokenizer, begins):
+    """The start of a text is first where the tokenizer puts it there, not where it is only named."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, processors
+
+    sizes = {"vocab_size": 304, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    own = Tokenizer.from_file(str(tokenizer))
+    if begins == "added":
+        own.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
+    ends = {"eos_token": "<end>"} | ({"bos_token": "<end>"} if begins else {})
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=own, **ends)
+    own.save_pretrained(tmp_path / "model")
+    for prompt in ("def value", ""):
+        report = tmp_path / "out.json"
+        in_python("generate", tmp_path / "model", "--prompt", prompt, "--tokens", 1, "--json", report)
+        (sequence,) = json.loads(report.read_text())["sequences"]
+        assert sequence["prompt_tokens"] == (len(own(prompt).input_ids) or 1)

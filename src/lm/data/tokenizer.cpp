@@ -109,6 +109,7 @@ class JsonTokenizer : public Tokenizer {
     vocab_size_ = opened["vocab_size"].get<int>() + (own_end ? 1 : 0);
     end_ = own_end ? vocab_size_ - 1 : opened["end"].get<int>();
     start_ = own_end || opened["start"] < 0 ? end_ : opened["start"].get<int>();
+    begins_prompts_ = own_end || opened["begins_prompts"].get<bool>();
     if (end_ < 0) throw wrong_tokenizer(path, kNoEnd);
     fingerprint_ = base::hash(text);
   }
@@ -124,6 +125,7 @@ class JsonTokenizer : public Tokenizer {
   int vocab_size() const override { return vocab_size_; }
   std::int32_t end_of_document() const override { return end_; }
   std::int32_t start_of_document() const override { return start_; }
+  bool begins_prompts() const override { return begins_prompts_; }
   bool is_byte_level() const override { return false; }
   std::uint64_t fingerprint() const override { return fingerprint_; }
 
@@ -141,6 +143,7 @@ class JsonTokenizer : public Tokenizer {
   std::string path_;
   std::int64_t handle_ = 0;
   int vocab_size_ = 0, start_ = 0, end_ = 0;
+  bool begins_prompts_ = true;
   std::uint64_t fingerprint_ = 0;
 };
 

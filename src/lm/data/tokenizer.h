@@ -21,6 +21,8 @@ class Tokenizer {
   virtual std::int32_t end_of_document() const = 0;
   /// Begins every document.
   virtual std::int32_t start_of_document() const { return end_of_document(); }
+  /// A prompt begins with the start of a document, too.
+  virtual bool begins_prompts() const { return true; }
   /// One token is one byte of text.
   virtual bool is_byte_level() const = 0;
   /// Of its file; 0: it has none.
@@ -32,7 +34,7 @@ class Tokenizer {
 struct TokenizerFunctions {
   using Emit = void (*)(void* sink, const char* bytes, std::int64_t size);
   /// Of the content of tokenizer.json and of tokenizer_config.json or "": JSON with "handle", "vocab_size" and, -1
-  /// where the second names none, "start" and "end".
+  /// where the second names none, "start" and "end"; and "begins_prompts", whether the tokenizer puts "start" first.
   bool (*open)(const char* tokenizer, const char* config, Emit emit, void* sink);
   bool (*encode)(std::int64_t handle, const char* text, std::int64_t size, Emit emit, void* sink);  // int32 numbers
   bool (*decode)(std::int64_t handle, std::int32_t token, Emit emit, void* sink);                   // bytes
