@@ -86,12 +86,28 @@ __device__ __forceinline__ void write_plan(const PlanArgs& args, const StepReque
 /// null. The grid's x is over tokens.
 template <class From, class To>
 __device__ inline void copy_rows(int tokens, int heads, int vectors, const From& from, const To& to) {
-  for (int token = blockIdx.x; token < tokens; token += gridDim.x)
-    for (int i = threadIdx.x; i < heads * vectors; i += blockDim.x) {
-      const int head = i / vectors, vector = i % vectors;
-      char* target = to(token, head);
-      if (target) reinterpret_cast<uint4*>(target)[vector] = reinterpret_cast<const uint4*>(from(token, head))[vector];
+  constexpr int kTogether = 4;  // copies of a thread on their way
+  const int all = heads * vectors, columns = min(all, static_cast<int>(blockDim.x));
+  const int side = static_cast<int>(blockDim.x) / columns, own = static_cast<int>(threadIdx.x) / columns;
+  if (own >= side) return;
+  const int step = static_cast<int>(gridDim.x) * side;
+  for (int i = static_cast<int>(threadIdx.x) % columns; i < all; i += columns) {
+    const int head = i / vectors, vector = i - head * vectors;
+    for (int token = static_cast<int>(blockIdx.x) * side + own; token < tokens; token += step * kTogether) {
+      uint4 words[kTogether];
+      uint4* targets[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        const int at = token + u * step;
+        char* const target = at < tokens ? to(at, head) : nullptr;
+        targets[u] = target ? reinterpret_cast<uint4*>(target) + vector : nullptr;
+        if (target) words[u] = reinterpret_cast<const uint4*>(from(at, head))[vector];
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u)
+        if (targets[u]) *targets[u] = words[u];
     }
+  }
 }
 
 }  // namespace nsa::cuda

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(256) plan_step(const __grid_constant__ PlanArg
 }
 
 /// Grid y: kind of tokens, z: sequence.
-__global__ void __launch_bounds__(128, 8) move_tokens(const __grid_constant__ MoveArgs args) {
+__global__ void __launch_bounds__(128, 6) move_tokens(const __grid_constant__ MoveArgs args) {
   const StepGeometry& p = args.geometry;
   const TokenMove& move = args.moves[blockIdx.y];
   const DeviceSequence s = sequence_of(p, blockIdx.z);
