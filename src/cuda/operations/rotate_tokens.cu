@@ -38,41 +38,57 @@ __device__ std::int64_t position_of(const RotateTokensArgs& args, int b, int r) 
   return min(max(before + r - begin, std::int64_t{0}), static_cast<std::int64_t>(args.rotation.positions) - 1);
 }
 
-/// Grid x: rows, through the batches; y: heads of all tensors, a thread for 16 bytes of each half of a row. Each
-/// product and each sum is rounded to float32, as torch does it on both devices.
+constexpr int kThreads = 128;
+constexpr int kHeads = 5;  // of a thread: with 128 channels a thread block has those of 64 query and of 4 KV heads
+
+/// Grid x: rows, through the batches; y: heads of all tensors. A thread has 16 bytes of each half of kHeads rows, for
+/// which it reads angles once. Each product and each sum is rounded to float32, as torch does it on both devices.
 template <class T>
-__global__ void __launch_bounds__(128) rotate_rows(const __grid_constant__ RotateTokensArgs args) {
+__global__ void __launch_bounds__(kThreads) rotate_rows(const __grid_constant__ RotateTokensArgs args) {
   griddepcontrol_wait();
   launch_dependents();
   constexpr int kPairs = 16 / sizeof(T);
-  const int vectors = args.half / kPairs, i = blockIdx.y * blockDim.x + threadIdx.x;
-  const int column = i % vectors * kPairs;
-  int head = i / vectors, tensor = 0;
-  while (tensor < args.tensors && head >= args.heads[tensor]) head -= args.heads[tensor++];
-  if (tensor == args.tensors) return;
+  const int vectors = args.half / kPairs, side = kThreads / vectors, own = threadIdx.x / vectors;
+  const int column = static_cast<int>(threadIdx.x) % vectors * kPairs;
+  if (own >= side) return;
   const int b = blockIdx.x / args.rows, r = blockIdx.x % args.rows;
   const std::int64_t position = position_of(args, b, r);
   union Vector {
     uint4 bits;
     T x[kPairs];
     __device__ Vector() : bits{} {}
-  } low, high;
-  if (position >= 0) {
+  } low[kHeads], high[kHeads];
+  T* to[kHeads];
+#pragma unroll
+  for (int u = 0; u < kHeads; ++u) {
+    int head = (static_cast<int>(blockIdx.y) * kHeads + u) * side + own, tensor = 0;
+    while (tensor < args.tensors && head >= args.heads[tensor]) head -= args.heads[tensor++];
+    to[u] = tensor < args.tensors ? args.to[tensor].at<T>(b, r, head) + column : nullptr;
+    if (!to[u] || position < 0) continue;
     const T* const from = args.from[tensor].at<T>(b, r, head) + column;
-    low.bits = *reinterpret_cast<const uint4*>(from);
-    high.bits = *reinterpret_cast<const uint4*>(from + args.half);
+    low[u].bits = *reinterpret_cast<const uint4*>(from);
+    high[u].bits = *reinterpret_cast<const uint4*>(from + args.half);
+  }
+  if (position >= 0) {
     const float* const cosines = args.rotation.cos + position * args.rotation.cos_row + column;
     const float* const sines = args.rotation.sin + position * args.rotation.sin_row + column;
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
-      const float x = to_float(low.x[j]), y = to_float(high.x[j]), cos = cosines[j], sin = sines[j];
-      low.x[j] = from_float<T>(__fsub_rn(__fmul_rn(x, cos), __fmul_rn(y, sin)));
-      high.x[j] = from_float<T>(__fadd_rn(__fmul_rn(y, cos), __fmul_rn(x, sin)));
+      const float cos = cosines[j], sin = sines[j];
+#pragma unroll
+      for (int u = 0; u < kHeads; ++u) {
+        const float x = to_float(low[u].x[j]), y = to_float(high[u].x[j]);
+        low[u].x[j] = from_float<T>(__fsub_rn(__fmul_rn(x, cos), __fmul_rn(y, sin)));
+        high[u].x[j] = from_float<T>(__fadd_rn(__fmul_rn(y, cos), __fmul_rn(x, sin)));
+      }
     }
   }
-  T* const to = args.to[tensor].at<T>(b, r, head) + column;
-  *reinterpret_cast<uint4*>(to) = low.bits;
-  *reinterpret_cast<uint4*>(to + args.half) = high.bits;
+#pragma unroll
+  for (int u = 0; u < kHeads; ++u) {
+    if (!to[u]) continue;
+    *reinterpret_cast<uint4*>(to[u]) = low[u].bits;
+    *reinterpret_cast<uint4*>(to[u] + args.half) = high[u].bits;
+  }
 }
 
 }  // namespace
@@ -102,13 +118,13 @@ Status rotate_tokens(DecodeParams& p, Execution& e) {
   args.lengths = p.cache.cache_seqlens.as<const int>();
   args.num_new = p.num_new.as<const int>(), args.starts = p.query_start_loc.as<const int>();
   args.sequences = to_int(p.cache.cache_seqlens.size(0)), args.counted = !p.cache.advance;
-  const auto bytes = static_cast<std::int64_t>(size_of(p.q.dtype));
+  const auto vectors = args.half * static_cast<std::int64_t>(size_of(p.q.dtype)) / 16;
   const dim3 grid(static_cast<unsigned>(p.q.size(0) * p.q.size(1)),
-                  static_cast<unsigned>(ceil_div(heads * args.half * bytes / 16, 128)));
+                  static_cast<unsigned>(ceil_div(heads, kThreads / vectors * kHeads)));
   const auto kernel = p.q.dtype == DType::kBFloat16  ? rotate_rows<Bf16>
                       : p.q.dtype == DType::kFloat16 ? rotate_rows<Half>
                                                      : rotate_rows<float>;
-  return status_of(launch_dependent(kernel, grid, 128, 0, e.stream, args), "rotate_rows");
+  return status_of(launch_dependent(kernel, grid, kThreads, 0, e.stream, args), "rotate_rows");
 }
 
 }  // namespace nsa::cuda
