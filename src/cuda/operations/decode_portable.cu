@@ -325,7 +325,8 @@ ChunkTokens PortableStep::chunk_tokens() const {
           .k_c = {step_.k_c, {}},
           .v_c = {step_.v_c, {}},
           .k_swa = {step_.window(p_.cache.k_swa_ring), strided(fresh_k_swa_)},
-          .v_swa = {step_.window(p_.cache.v_swa_ring), strided(fresh_v_swa_)}};
+          .v_swa = {step_.window(p_.cache.v_swa_ring), strided(fresh_v_swa_)},
+          .shares_window = step_.shares_window};
 }
 
 }  // namespace

@@ -46,6 +46,7 @@ bool gathers_chunk(const DecodeParams& p, const StepGeometry& geometry);
 /// Where a step finds keys and values. Selected and compressed ones of the step itself are in the cache already.
 struct ChunkTokens {
   CachedTokens k_slc, v_slc, k_c, v_c, k_swa, v_swa;
+  bool shares_window;  // k_swa and v_swa are k_slc and v_slc
 };
 
 /// The attention of all queries of the chunk. The plan has been made.

@@ -49,7 +49,8 @@ Status attend_sequence(const DecodeParams& p, const StepGeometry& g, const Chunk
   a.q = sequence_of(p.q, row), a.gates = sequence_of(p.gates, row);
   a.k_slc = take(g.k_len, p.k_slc), a.v_slc = take(g.k_len, p.v_slc);
   a.k_c = take(blocks, p.k_cmp), a.v_c = take(blocks, p.v_cmp);
-  a.k_swa = take(seen, p.k_swa), a.v_swa = take(seen, p.v_swa);
+  a.k_swa = tokens.shares_window ? a.k_slc : take(seen, p.k_swa);
+  a.v_swa = tokens.shares_window ? a.v_slc : take(seen, p.v_swa);
   a.cfg = p.cfg;
   a.softmax_scale = p.softmax_scale;
   a.block_indices = sequence_of(p.block_indices, row);
@@ -60,6 +61,7 @@ Status attend_sequence(const DecodeParams& p, const StepGeometry& g, const Chunk
                                              .window = window,
                                              .offsets = offsets,
                                              .float8 = p.cache.k_slc.dtype == DType::kFloat8E4M3,
+                                             .shares_window = tokens.shares_window,
                                              .kinds = {gather(p.cache, tokens.k_slc, Gather::kAll, a.k_slc, false),
                                                        gather(p.cache, tokens.v_slc, Gather::kAll, a.v_slc, true),
                                                        gather(p.cache, tokens.k_c, Gather::kCompressed, a.k_c, false),

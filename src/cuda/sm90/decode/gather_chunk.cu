@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kThreads) gather_tokens(const __grid_constant_
     // Rows behind q[1] are filled: of packed ones, none that are another sequence's already.
     to.q[0] = s.q_len > 0 || !args.geometry.starts ? s.q_begin : args.geometry.rows;
     to.q[1] = to.q[0] + s.q_len;
-    if (s.q_len > 0) to.k[1] = s.k_len, to.window[1] = s.k_len - window_begin;
+    const int skipped = args.shares_window ? 0 : window_begin;  // rows before the window's
+    if (s.q_len > 0) to.k[1] = s.k_len, to.window[0] = window_begin - skipped, to.window[1] = s.k_len - skipped;
   }
   const int first = kind.rows == Gather::kWindow ? window_begin : 0;
   const int tokens = s.q_len == 0                       ? 0
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) gather_tokens(const __grid_constant_
 
 cudaError_t gather_chunk(DType dtype, const GatherChunkArgs& args, cudaStream_t stream) {
   const std::int64_t tiles = ceil_div(std::int64_t{args.geometry.k_len} + kRowsBehind, kRows);
-  const dim3 grid(static_cast<unsigned>(std::min<std::int64_t>(tiles, 1024)), std::size(args.kinds));
+  const dim3 grid(static_cast<unsigned>(std::min<std::int64_t>(tiles, 1024)), args.shares_window ? 4 : 6);
   const auto start = [&](auto* kernel) { return launch(kernel, grid, kThreads, 0, stream, args); };
   if (dtype == DType::kBFloat16) return start(args.float8 ? gather_tokens<Bf16, true> : gather_tokens<Bf16, false>);
   return start(args.float8 ? gather_tokens<Half, true> : gather_tokens<Half, false>);

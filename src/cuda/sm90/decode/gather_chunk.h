@@ -28,7 +28,7 @@ struct Gather {
 /// nothing to it.
 struct ChunkOffsets {
   int q[2], k[2];
-  int window[2];  // keys from the first one on that the first query's window holds
+  int window[2];  // the keys from the first one on that the first query's window holds
   int nonfinite;  // 1: something is not that is to be
 };
 
@@ -38,6 +38,7 @@ struct GatherChunkArgs {
   int window;             // tokens
   ChunkOffsets* offsets;  // zeros
   bool float8;            // stored in e4m3, otherwise in the type of the queries
+  bool shares_window;     // its rows are those of all tokens, of which there are two kinds; else the last two kinds
   Gather kinds[6];
 };
 
