@@ -67,6 +67,11 @@ cudaError_t run_layer(const CompressPair& pair, int m, const N& n, const Inner& 
   }
   both.heads = count(pair.problem[0]);
   if constexpr (!std::is_same_v<Op<T>, Constants<T>>) {  // these are one row
+    if constexpr (sizeof(T) == 2) {
+      constexpr int kFilled = 128;  // thread blocks that fill most devices
+      const std::int64_t blocks = ceil_div(m, VeryManyRows::kRows) * ceil_div(most, VeryManyRows::kColumns) * counts;
+      if (blocks >= kFilled) return run_tiles<VeryManyRows>(both, m, most, counts, stream);
+    }
     if (m > 256) return run_tiles<ManyRows<T>>(both, m, most, counts, stream);
   }
   return run_tiles<SkinnyGemm<T>>(both, m, most, counts, stream);

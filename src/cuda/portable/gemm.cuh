@@ -27,6 +27,8 @@ struct GemmTiles {
 /// Many rows: every element is used often.
 template <class T>
 using ManyRows = GemmTiles<64, 64, 32, 2, 128>;
+/// So many that larger tiles, which read less, still fill the device. For types of 16 bits: others spill.
+using VeryManyRows = GemmTiles<128, 128, 32, 3, 256>;
 /// Few rows: what matters is that all SMs read B, much at a time.
 template <class T>
 using SkinnyGemm = GemmTiles<16, 16, 256 / sizeof(T), 4, 256>;
