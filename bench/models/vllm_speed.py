@@ -237,7 +237,7 @@ def speed(work: Path, name: str) -> dict:
         prompts = prompts_of([length] * batches[-1], SHAPE["vocab_size"], length)
         first = [seconds([prompts[0]], 1)]
         if length < 32768:  # others repeat the figure with prompts of their own
-            first += [seconds([prompt], 1) for prompt in prompts_of([length] * 2, SHAPE["vocab_size"], length + 1)]
+            first += [seconds([prompt], 1) for prompt in prompts_of([length] * 10, SHAPE["vocab_size"], length + 1)]
         found["first_token"].append({"length": length, "ms": 1e3 * statistics.median(first)})
         generate(llm, prompts, 1)  # fills the prefix cache
         for batch in batches:
