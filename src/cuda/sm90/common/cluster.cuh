@@ -10,11 +10,15 @@ __device__ __forceinline__ int cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-/// The barrier of all threads of the cluster. What was written before it, in any shared memory, is seen behind it. A
-/// thread block must not end while others read its memory.
+/// The barrier of all threads of the cluster. What was written before it, in shared memory, is seen behind it. A thread
+/// block must not end while others read its memory.
 __device__ __forceinline__ void cluster_sync() {
   __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  // arrive.release also waits until writes to global memory are seen by the whole GPU (MEMBAR.ALL.GPU).
+  asm volatile(
+      "fence.release.sync_restrict::shared::cta.cluster;\nbarrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
 }
 /// The same for what was read: nothing written before it need be seen behind it.
 __device__ __forceinline__ void cluster_sync_reads() {
@@ -50,13 +54,6 @@ __device__ __forceinline__ uint2 load_remote_uint2(std::uint32_t from) {
   asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from));
   return x;
 }
-__device__ __forceinline__ uint4 load_remote_uint4(std::uint32_t from) {
-  uint4 x;
-  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(from));
-  return x;
-}
 __device__ __forceinline__ float4 load_remote_float4(std::uint32_t from) {
   float4 x;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -72,14 +69,14 @@ __device__ __forceinline__ float2 load_rank(const float2* from, int rank) {
   return load_remote_float2(map_to_rank(shared_address(from), rank));
 }
 template <int kRanks>
+__device__ __forceinline__ uint2 load_rank(const uint2* from, int rank) {
+  if constexpr (kRanks == 1) return *from;
+  return load_remote_uint2(map_to_rank(shared_address(from), rank));
+}
+template <int kRanks>
 __device__ __forceinline__ float4 load_rank(const float4* from, int rank) {
   if constexpr (kRanks == 1) return *from;
   return load_remote_float4(map_to_rank(shared_address(from), rank));
-}
-template <int kRanks>
-__device__ __forceinline__ uint4 load_rank(const uint4* from, int rank) {
-  if constexpr (kRanks == 1) return *from;
-  return load_remote_uint4(map_to_rank(shared_address(from), rank));
 }
 
 }  // namespace nsa::cuda::sm90

@@ -36,6 +36,10 @@ inline constexpr ClusterShape kClusterShapes[] = {{8, 8, 2}, {8, 8}, {4, 8, 2}, 
 /// For many steps of several new tokens: step_attend_queries.cu.
 inline constexpr ClusterShape kSharedQueries{1, 8, 4, 4};
 
+/// Threads whose neighbouring blocks are one class of block selection. 64 classes are enough for few blocks: about as
+/// many as are selected are at least as important as the last class that has one of these.
+constexpr int log2_class_threads(int warps, int topk) { return topk > 16 ? 0 : warps == 8 ? 2 : 1; }
+
 /// Tiles of a cluster, and clusters of a query and KV head: they share out the heads of the group.
 constexpr int step_tiles(int group) { return group > kTileRows ? kMaxTiles : 1; }
 constexpr int step_clusters(int group) { return (group + kMaxTiles * kTileRows - 1) / (kMaxTiles * kTileRows); }
@@ -124,15 +128,16 @@ struct StepMemory {
     queries = float8 ? std::int64_t{row_count} * key_dim * 2 : 0;
     const int stage_key_tiles = shape.warps * shape.key_tiles;
     scores = clusters * tiles * cached_tiles(shape.ranks, stage_key_tiles, keys) * block_keys.scores_bytes();
-    rows = std::int64_t{8} * (shape.warps * kTileRows + 2 * 3 * row_count) + 4 * (shape.ranks + 3) * row_count;
+    rows = std::int64_t{8} * (shape.warps * kTileRows + 2 * 3 * row_count) + 4 * (2 * shape.ranks + 3) * row_count;
     choice = 12 * topk + 8;
     others = clusters > 1 ? std::int64_t{16} * clusters * row_count : 0;
     const std::int64_t threads = 32 * shape.warps;
     const std::int64_t local = cached_tiles(shape.ranks, stage_key_tiles, blocks << block_keys.log2_keys)
                                << block_keys.log2_blocks();
     const std::int64_t each = (local + threads - 1) / threads;
-    scratch = std::max(16 + 4 * threads + 4 * local + 8 * std::min(local, topk * each),
-                       std::int64_t{topk} * (shape.ranks * 8 + 4));
+    scratch = std::max(
+        16 + 4 * threads + 4 * local + 8 * std::min(local, (topk * each) << log2_class_threads(shape.warps, topk)),
+        std::int64_t{topk} * (shape.ranks * 8 + 4));
   }
   std::int64_t bytes() const { return ring + queries + scores + rows + others + choice; }
   bool fits() const { return scratch <= ring && bytes() <= kMaxBytes; }

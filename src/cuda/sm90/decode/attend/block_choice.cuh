@@ -90,25 +90,23 @@ __device__ __forceinline__ int block_of(unsigned long long candidate) {
   return static_cast<int>(0xffffffffu - static_cast<unsigned>(candidate));
 }
 
-/// How many of the `count` numbers come before number `at`, which is `mine`: larger ones, and equal ones in front of
-/// it. count: a multiple of four.
+/// How many of the `count` numbers come before number `at`, which is `mine` and not 0: larger ones, and equal ones in
+/// front of it. count: a multiple of sixteen.
 __device__ __forceinline__ int slot_among(const unsigned* numbers, int count, int at, unsigned mine) {
   const auto* const four = reinterpret_cast<const uint4*>(numbers);
-  int counts[4] = {};
-  const auto add = [&](int i, unsigned least) {
-    const uint4 k = four[i];
-    counts[0] += k.x >= least, counts[1] += k.y >= least, counts[2] += k.z >= least, counts[3] += k.w >= least;
-  };
   const int own = at / 4;
-#pragma unroll 4
-  for (int i = 0; i < own; ++i) add(i, mine);
+  int counts[4] = {};
+#pragma unroll 1
+  for (int first = 0; first < count / 4; first += 4)
+#pragma unroll
+    for (int i = first; i < first + 4; ++i) {
+      const uint4 k = four[i];
+      const unsigned below = mine - (i < own);
+      counts[0] += k.x > below, counts[1] += k.y > below, counts[2] += k.z > below, counts[3] += k.w > below;
+    }
   const uint4 k = four[own];
-  const int beside = (k.x > mine || (k.x == mine && at % 4 > 0)) + (k.y > mine || (k.y == mine && at % 4 > 1)) +
-                     (k.z > mine || (k.z == mine && at % 4 > 2)) + (k.w > mine);
-  if (mine != 0xffffffffu)
-#pragma unroll 4
-    for (int i = own + 1; i < count / 4; ++i) add(i, mine + 1);
-  return beside + counts[0] + counts[1] + counts[2] + counts[3];
+  const int equal = (k.x == mine && at % 4 > 0) + (k.y == mine && at % 4 > 1) + (k.z == mine && at % 4 > 2);
+  return equal + counts[0] + counts[1] + counts[2] + counts[3];
 }
 
 /// How many of the numbers in kRanks descending lists of `count` are larger than `mine`.
@@ -186,44 +184,58 @@ struct ChoiceMemory {
   __device__ int* blocks() const { return &count() + 1; }
 };
 
-/// A block's importance for the first `count` rows of a tile: its sums over them, if the key tile has any keys, and for
-/// a key tile's first block what the keys of the key tile before give, which lies in the thread block `rank`. totals:
-/// of the tile's rows.
+/// Lanes that share out the rows of a key tile's importances, and the blocks that these are worked out for at a time.
+inline constexpr int kTileLanes = 4;
+
+/// Adds the importances of the blocks first ... first + 3 of a key tile for the lane's quarter of the rows of a tile,
+/// of which the first `count` count: the blocks' sums, if the key tile has any keys, and for its block 0 what the keys
+/// of the key tile before give, which lies in the thread block `rank`. totals: of the tile's rows.
 template <int kRanks>
-__device__ __forceinline__ float importance_of(bool has_keys, CachedScores key_tile, int block, bool crosses,
-                                               CachedScores before, int rank, const float2* totals, int count) {
-  float sum = 0;
-#pragma unroll 1
-  for (int r = 0; r < kTileRows; r += 8) {  // eight slots of rows at a time
-    uint4 sums{}, crossings{};
-    constexpr float kNone = -INFINITY;
-    float4 low{kNone, kNone, kNone, kNone}, high = low, low_before = low, high_before = low;
-    if (has_keys) {
-      sums = *reinterpret_cast<const uint4*>(key_tile.sums(block) + r);
-      low = *reinterpret_cast<const float4*>(key_tile.reference() + r);
-      high = *reinterpret_cast<const float4*>(key_tile.reference() + r + 4);
-    }
-    if (crosses) {
-      const auto* const reference = reinterpret_cast<const float4*>(before.reference() + r);
-      crossings = load_rank<kRanks>(reinterpret_cast<const uint4*>(before.crossing() + r), rank);
-      low_before = load_rank<kRanks>(reference, rank), high_before = load_rank<kRanks>(reference + 1, rank);
-    }
-    const auto add = [&](int i, float x, float reference_of, float y, float reference_before) {
-      const int row = CachedScores::row_of(r + i);
-      const float2 all = totals[row];
-      const float share = x * exp2_fast(reference_of - all.x) + y * exp2_fast(reference_before - all.x);
-      sum += row < count ? share * all.y : 0;
-    };
-    const auto add_pair = [&](int i, std::uint32_t x, float2 of, std::uint32_t y, float2 of_before) {
-      const float2 a = unpack(Half{}, x), c = unpack(Half{}, y);
-      add(i, a.x, of.x, c.x, of_before.x), add(i + 1, a.y, of.y, c.y, of_before.y);
-    };
-    add_pair(0, sums.x, {low.x, low.y}, crossings.x, {low_before.x, low_before.y});
-    add_pair(2, sums.y, {low.z, low.w}, crossings.y, {low_before.z, low_before.w});
-    add_pair(4, sums.z, {high.x, high.y}, crossings.z, {high_before.x, high_before.y});
-    add_pair(6, sums.w, {high.z, high.w}, crossings.w, {high_before.z, high_before.w});
+__device__ __forceinline__ void add_importances(float (&sums)[kTileLanes], bool has_keys, CachedScores key_tile,
+                                                int first, bool crosses, CachedScores before, int rank,
+                                                const float2* totals, int count, int lane) {
+  const int slot = lane % kTileLanes * 4, row = slot / 2;  // of rows row, row + 8, row + 1, row + 9
+  constexpr float kNone = -INFINITY;
+  float4 reference{kNone, kNone, kNone, kNone}, reference_before = reference;
+  uint2 words[kTileLanes] = {}, crossing{};
+  if (has_keys) {
+    reference = *reinterpret_cast<const float4*>(key_tile.reference() + slot);
+#pragma unroll
+    for (int i = 0; i < kTileLanes; ++i)
+      if (first + i < key_tile.blocks) words[i] = *reinterpret_cast<const uint2*>(key_tile.sums(first + i) + slot);
   }
-  return sum;
+  if (crosses) {
+    crossing = load_rank<kRanks>(reinterpret_cast<const uint2*>(before.crossing() + slot), rank);
+    reference_before = load_rank<kRanks>(reinterpret_cast<const float4*>(before.reference() + slot), rank);
+  }
+  const float4 low = *reinterpret_cast<const float4*>(totals + row);
+  const float4 high = *reinterpret_cast<const float4*>(totals + row + 8);
+  const auto add_row = [&](int i, float reference_of, float reference_there, float2 all, int row) {
+    const float factor = exp2_fast(reference_of - all.x), factor_before = exp2_fast(reference_there - all.x);
+    const auto number = [&](const uint2& x) {
+      const float2 pair = unpack(Half{}, i / 2 ? x.y : x.x);
+      return i % 2 ? pair.y : pair.x;
+    };
+#pragma unroll
+    for (int n = 0; n < kTileLanes; ++n) {
+      float share = number(words[n]) * factor;
+      if (n == 0) share += number(crossing) * factor_before;
+      sums[n] = row < count ? sums[n] + share * all.y : sums[n];
+    }
+  };
+  add_row(0, reference.x, reference_before.x, {low.x, low.y}, row);
+  add_row(1, reference.y, reference_before.y, {high.x, high.y}, row + 8);
+  add_row(2, reference.z, reference_before.z, {low.z, low.w}, row + 1);
+  add_row(3, reference.w, reference_before.w, {high.z, high.w}, row + 9);
+}
+
+/// The sum over kTileLanes neighbouring lanes of the number that is the lane's.
+__device__ __forceinline__ float own_sum(const float (&sums)[kTileLanes], int lane) {
+  static_assert(kTileLanes == 4);
+  const bool odd = lane & 1, upper = lane & 2;
+  const float low = (odd ? sums[1] : sums[0]) + __shfl_xor_sync(0xffffffffu, odd ? sums[0] : sums[1], 1);
+  const float high = (odd ? sums[3] : sums[2]) + __shfl_xor_sync(0xffffffffu, odd ? sums[2] : sums[3], 1);
+  return (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 2);
 }
 
 /// The blocks that the query attends to, the same list in all of the cluster's thread blocks. Works in the ring's
@@ -239,7 +251,10 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b,
   const int thread = threadIdx.x, lane = thread % 32, warp = warp_uniform(thread / 32), rank = S::rank();
   const int kv_head = blockIdx.y, topk = args.topk;
   const Candidates candidates(args, position);
-  const bool ranks_blocks = chooses && !candidates.all(args);  // else all of them fit
+  const bool ranks_blocks = chooses && !candidates.all(args) && candidates.slots > 0;  // else there is nothing to rank
+  auto* const entries = reinterpret_cast<unsigned long long*>(memory);                 // (kRanks, topk)
+  int* const found = reinterpret_cast<int*>(entries + kRanks * topk);                  // (topk), in any order
+  int num_found = 0;                                                                   // ranked by a thread block alone
   if (ranks_blocks) {
     const int scores_bytes = shape.scores_bytes(), log2_blocks = shape.log2_blocks();
     const int key_tiles = (compressed + kTileKeys - 1) / kTileKeys;
@@ -255,63 +270,77 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b,
     const auto block_at = [&](int local) {
       return (S::TileSlot::key_tile_of(local >> log2_blocks, rank) << log2_blocks) + (local & (shape.blocks() - 1));
     };
-    for (int i = thread; i < topk; i += kThreads) choice.candidates()[i] = 0;
+    if (kRanks > 1)
+      for (int i = thread; i < topk; i += kThreads) choice.candidates()[i] = 0;
+    if (thread == 0) threshold = 1, listed = 0;
+    // Neighbouring lanes have a key tile, and one of its blocks each.
+    const int rounds = max(shape.blocks() / kTileLanes, 1), tasks = stages * kStageTiles * rounds;
+#pragma unroll 1
+    for (int begin = warp * (32 / kTileLanes); begin < tasks; begin += kThreads / kTileLanes) {
+      const int task = begin + lane / kTileLanes, local_tile = shape.blocks() > kTileLanes ? task / 2 : task;
+      const int first = shape.blocks() > kTileLanes ? task % 2 * kTileLanes : 0, in_tile = first + lane % kTileLanes;
+      const int key_tile = S::TileSlot::key_tile_of(local_tile, rank);
+      const bool crosses = first == 0 && key_tile > 0 && key_tile <= key_tiles && shape.strides > 1 && task < tasks;
+      const typename S::TileSlot before(max(key_tile - 1, 0));
+      float sums[kTileLanes] = {};
+#pragma unroll 1
+      for (int tile = 0; tile < tiles; ++tile) {
+        char* const of_tile = all_scores + tile * args.cached_tiles * scores_bytes;
+        const CachedScores here{of_tile + local_tile * scores_bytes, shape.blocks()};
+        const CachedScores there{of_tile + before.local * scores_bytes, shape.blocks()};
+        add_importances<kRanks>(sums, key_tile < key_tiles && task < tasks, here, first, crosses, there, before.rank,
+                                totals_of(tile), args.geometry.group - tile * kTileRows, lane);
+      }
+      const float sum = own_sum(sums, lane);
+      const int block = (key_tile << log2_blocks) + in_tile;
+      if (task < tasks && in_tile < shape.blocks())
+        keys[(local_tile << log2_blocks) + in_tile] =
+            block < candidates.count && !candidates.forced(block) ? ordered(sum) : 0;
+    }
+    __syncthreads();
     const auto each_own = [&](const auto& body) {
 #pragma unroll 1
       for (int i = 0; i < each; ++i)  // all lanes leave it together
         if (const int local = thread * each + i; local < local_blocks) body(local);
     };
-    each_own([&](int local) {
-      const int local_tile = local >> log2_blocks, in_tile = local & (shape.blocks() - 1);
-      const int key_tile = S::TileSlot::key_tile_of(local_tile, rank), block = block_at(local);
-      unsigned key = 0;
-      if (block < candidates.count && !candidates.forced(block)) {
-        const bool crosses = in_tile == 0 && key_tile > 0 && key_tile <= key_tiles && shape.strides > 1;
-        const typename S::TileSlot before(max(key_tile - 1, 0));
-        float sum = 0;
-#pragma unroll 1
-        for (int tile = 0; tile < tiles; ++tile) {
-          char* const of_tile = all_scores + tile * args.cached_tiles * scores_bytes;
-          const CachedScores here{of_tile + local_tile * scores_bytes, shape.blocks()};
-          const CachedScores there{of_tile + before.local * scores_bytes, shape.blocks()};
-          sum += importance_of<kRanks>(key_tile < key_tiles, here, in_tile, crosses, there, before.rank,
-                                       totals_of(tile), args.geometry.group - tile * kTileRows);
-        }
-        key = ordered(sum);
-      }
-      keys[local] = key;
-    });
     unsigned mine = 0;
     each_own([&](int local) { mine = max(mine, keys[local]); });
-    largest[thread] = mine;
-    if (thread == 0) threshold = 1, listed = 0;
-    __syncthreads();
-    // The thread block's candidates, the most important first. They belong to the first threads in the order of largest
-    // importances, and none is below that of the last of these.
-    const int slot = mine ? slot_among(largest, min(local_blocks, kThreads), thread, mine) : candidates.slots;
-    const bool among_first = slot < candidates.slots;
-    if (each == 1) {
-      if (among_first) choice.candidates()[slot] = candidate(mine, block_at(thread));
-    } else {
-      if (slot == candidates.slots - 1) threshold = mine;
-      __syncthreads();
-      if (among_first)
-        each_own([&](int local) {
-          if (keys[local] >= threshold) list[atomicAdd(&listed, 1)] = candidate(keys[local], block_at(local));
-        });
-      __syncthreads();
-      const int count = listed;
+    // Neighbouring threads are one class.
+    const int log2_class = log2_class_threads(S::kWarps, topk);
+    const unsigned own = mine;
 #pragma unroll 1
-      for (int i = thread; i < count; i += kThreads) {
-        const unsigned long long candidate = list[i];
-        const int larger = count_larger(list, count, candidate);
-        if (larger < candidates.slots) choice.candidates()[larger] = candidate;
-      }
+    for (int offset = 1; offset < 1 << log2_class; offset *= 2)
+      mine = max(mine, __shfl_xor_sync(0xffffffffu, mine, offset));
+    const int of_class = thread >> log2_class;
+    if ((lane & ((1 << log2_class) - 1)) == 0) largest[of_class] = mine;
+    __syncthreads();
+    // The thread block's candidates, the most important first. They belong to the first classes in the order of largest
+    // importances, and none is below that of the last of these.
+    const int classes = kThreads >> log2_class;
+    const int slot = mine ? slot_among(largest, classes, of_class, mine) : candidates.slots;
+    if (slot == candidates.slots - 1) threshold = mine;
+    __syncthreads();
+    if (slot < candidates.slots && own >= threshold)
+      each_own([&](int local) {
+        if (keys[local] >= threshold) list[atomicAdd(&listed, 1)] = candidate(keys[local], block_at(local));
+      });
+    __syncthreads();
+    const int count = listed;
+#pragma unroll 1
+    for (int i = thread; i < count; i += kThreads) {
+      const unsigned long long candidate = list[i];
+      const int larger = count_larger(list, count, candidate);
+      if (larger >= candidates.slots) continue;
+      if constexpr (kRanks == 1)
+        found[candidates.num_forced() + larger] = block_of(candidate);
+      else
+        choice.candidates()[larger] = candidate;
     }
-    S::sync();
+    if constexpr (kRanks == 1)
+      num_found = min(count, candidates.slots);
+    else
+      S::sync();
   }
-  auto* const entries = reinterpret_cast<unsigned long long*>(memory);  // (kRanks, topk)
-  int* const found = reinterpret_cast<int*>(entries + kRanks * topk);   // (topk), in any order
   /// Found blocks to the query's list, ascending.
   const auto sort = [&](bool writes) {
     __syncthreads();
@@ -335,18 +364,18 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b,
         entries[of_rank * topk + slot] = static_cast<unsigned long long>(x.y) << 32 | x.x;
       }
     const bool all = candidates.all(args);
-    for (int i = thread; i < topk; i += kThreads)
-      found[i] = all ? i : i < candidates.num_forced() ? candidates.forced_block(i) : 0;
-    if (thread == 0) choice.count() = all ? candidates.count : candidates.num_forced();
-    if (ranks_blocks) {
+    const int first_blocks = all ? candidates.count : candidates.num_forced();
+    for (int i = thread; i < first_blocks; i += kThreads) found[i] = all ? i : candidates.forced_block(i);
+    if (thread == 0) choice.count() = first_blocks + num_found;
+    if (kRanks > 1 && ranks_blocks) {
       __syncthreads();
 #pragma unroll 1
       for (int i = thread; i < kRanks * topk; i += kThreads) {
-        const unsigned long long mine = kRanks == 1 ? choice.candidates()[i] : entries[i];
+        const unsigned long long mine = entries[i];
         if (mine == 0) continue;
-        const int slot = kRanks == 1 ? i : count_larger<kRanks>(entries, topk, mine);
+        const int slot = count_larger<kRanks>(entries, topk, mine);
         if (slot >= candidates.slots) continue;
-        found[candidates.num_forced() + slot] = block_of(mine);
+        found[first_blocks + slot] = block_of(mine);
         atomicAdd(&choice.count(), 1);
       }
     }

@@ -12,10 +12,16 @@ using OwnSums = float[S::kOwnColumns][4];
 
 /// Merges what the warps of each tile have of a branch, in their own key tiles of the ring, which no thread
 /// reads or fills: each warp gets its columns, relative to the maximum that goes to `softmaxes`, which all of the
-/// cluster may read.
+/// cluster may read. has_keys: whether the thread block has any of the branch's keys, else it skips its barriers.
 template <class S, int Dv>
 __device__ __forceinline__ void merge_warps(const StepWarp<S>& w, float2* softmaxes, const OnlineSoftmax<Dv>& state,
-                                            OwnSums<S>& sums, bool wants_values) {
+                                            OwnSums<S>& sums, bool wants_values, bool has_keys) {
+  if (S::kWindowLast && !has_keys) {
+    if (w.split == 0 && w.lane < kTileRows) softmaxes[w.tile * kTileRows + w.lane] = make_float2(-INFINITY, 0);
+#pragma unroll
+    for (int n = 0; n < S::kOwnColumns; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0;
+    return;
+  }
   if (wants_values) {
     auto* const mine = reinterpret_cast<float4*>(step_memory + w.warp * S::kWarpRing) + w.lane;
 #pragma unroll
@@ -76,10 +82,11 @@ __device__ __forceinline__ float merge_ranks(const float2& softmax, float2& all,
   return factor * inverse;
 }
 
-/// Merges the softmaxes of the first two branches: totals of the cluster.
+/// Merges the softmaxes of the branches before the selection: totals of the cluster.
 template <class S>
 __device__ __forceinline__ void merge_softmaxes(RowMemory<S>& rows, int lane) {
-  for (int e = threadIdx.x / S::kRanks; e < 2 * S::kRows; e += S::kThreads / S::kRanks) {
+#pragma unroll 1
+  for (int e = threadIdx.x / S::kRanks; e < (kBranches - S::kLateBranches) * S::kRows; e += S::kThreads / S::kRanks) {
     const BranchIndex of = e < S::kRows ? kCompressed : kWindow;
     merge_ranks<S::kRanks>(rows.branches[of][e % S::kRows], rows.totals[of][e % S::kRows], lane);
   }
@@ -88,11 +95,13 @@ __device__ __forceinline__ void merge_softmaxes(RowMemory<S>& rows, int lane) {
 /// The same of compressed keys for heads that are another cluster's.
 template <class S>
 __device__ __forceinline__ void merge_softmaxes(OtherRows<S>& rows, int lane) {
+#pragma unroll 1
   for (int e = threadIdx.x / S::kRanks; e < S::kRows; e += S::kThreads / S::kRanks)
     merge_ranks<S::kRanks>(rows.own[e], rows.totals[e], lane);
 }
 
-/// The compressed keys' sums and the window's as one, each times its gate and over the total of its softmax.
+/// The sums of compressed keys, times their gate and over the total of their softmax, and, where it comes before the
+/// selection, the window's with them.
 template <class S>
 __device__ __forceinline__ void add_window(const StepWarp<S>& w, OwnSums<S>& known, const OwnSums<S>& own) {
 #pragma unroll
@@ -102,11 +111,12 @@ __device__ __forceinline__ void add_window(const StepWarp<S>& w, OwnSums<S>& kno
       const float2 all = w.rows.totals[of][r];
       return w.rows.gates[of][r] * (exp2_fast(w.rows.branches[of][r].x - all.x) * all.y);
     };
-    const float by_compressed = share(kCompressed), by_window = share(kWindow);
+    const float by_compressed = share(kCompressed), by_window = S::kWindowLast ? 0 : share(kWindow);
 #pragma unroll
     for (int n = 0; n < S::kOwnColumns; ++n) {
-      known[n][2 * i] = known[n][2 * i] * by_compressed + own[n][2 * i] * by_window;
-      known[n][2 * i + 1] = known[n][2 * i + 1] * by_compressed + own[n][2 * i + 1] * by_window;
+      known[n][2 * i] *= by_compressed, known[n][2 * i + 1] *= by_compressed;
+      if (S::kWindowLast) continue;
+      known[n][2 * i] += own[n][2 * i] * by_window, known[n][2 * i + 1] += own[n][2 * i + 1] * by_window;
     }
   }
 }

@@ -39,6 +39,10 @@ struct StepShape {
   static constexpr int kColumns = Dv / 8;                 // tiles of eight columns
   static constexpr int kOwnColumns = kColumns / kSplits;  // that a warp has of its tile after a merge
   static constexpr int kSums = kColumns * 512;            // bytes of a tile's sums, 16 bytes a lane for eight columns
+  // Where a cluster's warps have one or two loads of the window each, some thread blocks have none of it, and others
+  // none of the selected blocks. So that both are at work together, the window comes after the selection.
+  static constexpr bool kWindowLast = kRanks > 1 && kAtOnce == 2 && !kFloat8;
+  static constexpr int kLateBranches = kWindowLast ? 2 : 1;  // those whose softmaxes are exchanged with the outputs
   static __device__ __forceinline__ int rank() { return kRanks == 1 ? 0 : cluster_rank(); }
   /// Barriers of the cluster.
   static __device__ __forceinline__ void sync() { kRanks == 1 ? __syncthreads() : cluster_sync(); }
@@ -66,9 +70,9 @@ struct OtherRows {
 template <class S>
 struct RowMemory {
   float2 warps[S::kWarps][kTileRows];
-  float2 branches[kBranches][S::kRows];  // of the thread block; read by the others
-  float2 totals[kBranches][S::kRows];    // of the cluster: maximum and 1 / sum, {0, 0}: sees nothing
-  float factors[S::kRanks][S::kRows];    // of the thread blocks' shares of the selected branch
+  float2 branches[kBranches][S::kRows];   // of the thread block; read by the others
+  float2 totals[kBranches][S::kRows];     // of the cluster: maximum and 1 / sum, {0, 0}: sees nothing
+  float factors[2][S::kRanks][S::kRows];  // of the thread blocks' shares of the window and of the selected branch
   float gates[kBranches][S::kRows];
 };
 

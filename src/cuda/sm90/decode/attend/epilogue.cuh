@@ -54,51 +54,75 @@ __device__ __forceinline__ void store_columns_of_warp(const StepWarp<S>& w, cons
 }
 
 /// The same where a cluster shares out the keys: each thread block stores Dv / kRanks columns, of what all of them
-/// have. The caller syncs before its memory ends.
+/// have. window: of S::kWindowLast, the window's sums. The caller syncs before its memory ends.
 template <class S, class T>
 __device__ __forceinline__ void store_columns_of_rank(const StepWarp<S>& w, const OutputRows<S, T>& out,
-                                                      const OwnSums<S>& known, const OwnSums<S>& own, int rank) {
+                                                      const OwnSums<S>& known, const OwnSums<S>& own,
+                                                      const OwnSums<S>& window, int rank) {
   constexpr int kRanks = S::kRanks, kTiles = S::kTiles;
-  auto* const known_outputs = reinterpret_cast<float4*>(step_memory);  // (tile, eight columns, lane)
-  auto* const selected_outputs = known_outputs + kTiles * S::kColumns * 32;
-  static_assert(2 * kTiles * S::kSums <= S::kRing);
+  constexpr int kLate = S::kLateBranches, kOfBranch = kTiles * S::kColumns * 32;
+  auto* const outputs = reinterpret_cast<float4*>(step_memory);  // (known, selected, window; tile, eight columns, lane)
+  static_assert((1 + kLate) * kTiles * S::kSums <= S::kRing);
+  const auto late_branch = [](int late) { return late == 0 ? kSelected : kWindow; };
 #pragma unroll
   for (int n = 0; n < S::kOwnColumns; ++n) {
     const int at = (w.tile * S::kColumns + w.split * S::kOwnColumns + n) * 32 + w.lane;
-    const float* const gates = w.rows.gates[kSelected] + w.tile * kTileRows + w.lane / 4;
-    const float low = gates[0], high = gates[8];
-    known_outputs[at] = make_float4(known[n][0], known[n][1], known[n][2], known[n][3]);
-    selected_outputs[at] = make_float4(own[n][0] * low, own[n][1] * low, own[n][2] * high, own[n][3] * high);
+    outputs[at] = make_float4(known[n][0], known[n][1], known[n][2], known[n][3]);
+#pragma unroll
+    for (int late = 0; late < kLate; ++late) {
+      const float* const gates = w.rows.gates[late_branch(late)] + w.tile * kTileRows + w.lane / 4;
+      const float low = gates[0], high = gates[8];
+      const float(&sums)[4] = late == 0 ? own[n] : window[n];
+      outputs[(1 + late) * kOfBranch + at] = make_float4(sums[0] * low, sums[1] * low, sums[2] * high, sums[3] * high);
+    }
   }
   S::sync();
-  for (int r = threadIdx.x / kRanks; r < S::kRows; r += S::kThreads / kRanks)
-    w.rows.factors[w.lane % kRanks][r] =
-        merge_ranks<kRanks>(w.rows.branches[kSelected][r], w.rows.totals[kSelected][r], w.lane);
-  __syncthreads();
-  constexpr int kMine = S::kColumns / kRanks;  // tiles of eight columns that this thread block stores
+  constexpr int kMine = S::kColumns / kRanks, kTasks = kTiles * kMine;  // tiles of eight columns of this thread block
+  constexpr bool kEarly = !S::kFloat8;  // loads while softmaxes are merged, and as many at once: as registers allow
+  constexpr int kAtOnce = kEarly || kRanks < 4 ? kRanks : 4;
+  float4 of_known[kAtOnce], of_late[kLate][kAtOnce];
+  const auto load = [&](int task, int first) {
+    const int at = (task / kMine * S::kColumns + rank * kMine + task % kMine) * 32 + w.lane;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      of_known[i] = load_rank<kRanks>(outputs + at, first + i);
+#pragma unroll
+      for (int late = 0; late < kLate; ++late)
+        of_late[late][i] = load_rank<kRanks>(outputs + (1 + late) * kOfBranch + at, first + i);
+    }
+  };
+  int task = w.warp;
+  if (kEarly && task < kTasks) load(task, 0);
 #pragma unroll 1
-  for (int e = w.warp; e < kTiles * kMine; e += S::kWarps) {
-    const int of_tile = e / kMine, column = rank * kMine + e % kMine;
-    const int at = (of_tile * S::kColumns + column) * 32 + w.lane;
+  for (int e = threadIdx.x / kRanks; e < kLate * S::kRows; e += S::kThreads / kRanks) {
+    const int late = e / S::kRows, r = e % S::kRows, branch = late_branch(late);
+    w.rows.factors[late][w.lane % kRanks][r] =
+        merge_ranks<kRanks>(w.rows.branches[branch][r], w.rows.totals[branch][r], w.lane);
+  }
+  __syncthreads();
+#pragma unroll 1
+  while (task < kTasks) {
+    const int of_tile = task / kMine, column = rank * kMine + task % kMine;
     float o[4] = {};
-    constexpr int kAtOnce = kRanks < 4 ? kRanks : 4;  // loads in flight
 #pragma unroll
     for (int first = 0; first < kRanks; first += kAtOnce) {
-      float4 of_known[kAtOnce], of_own[kAtOnce];
+      if (!kEarly || first > 0) load(task, first);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        of_known[i] = load_rank<kRanks>(known_outputs + at, first + i);
-        of_own[i] = load_rank<kRanks>(selected_outputs + at, first + i);
-      }
+        float4 sum = of_known[i];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const float low = w.rows.factors[first + i][of_tile * kTileRows + w.lane / 4];
-        const float high = w.rows.factors[first + i][of_tile * kTileRows + w.lane / 4 + 8];
-        o[0] += of_known[i].x + of_own[i].x * low, o[1] += of_known[i].y + of_own[i].y * low;
-        o[2] += of_known[i].z + of_own[i].z * high, o[3] += of_known[i].w + of_own[i].w * high;
+        for (int late = 0; late < kLate; ++late) {
+          const float* const factors = w.rows.factors[late][first + i] + of_tile * kTileRows + w.lane / 4;
+          const float low = factors[0], high = factors[8];
+          const float4& x = of_late[late][i];
+          sum.x += x.x * low, sum.y += x.y * low, sum.z += x.z * high, sum.w += x.w * high;
+        }
+        o[0] += sum.x, o[1] += sum.y, o[2] += sum.z, o[3] += sum.w;
       }
     }
     out.store(of_tile, column, o);
+    task += S::kWarps;
+    if (kEarly && kTasks > S::kWarps && task < kTasks) load(task, 0);
   }
 }
 

@@ -16,6 +16,8 @@
 //
 //   compressed keys, keeping sums for the choice │ window │ exchange of softmaxes │ own candidates │ exchange │
 //   choice, the same in all thread blocks │ selected blocks │ exchange of outputs, each thread block some columns
+//
+// Of S::kWindowLast the window is attended to after the choice: by thread blocks that have few of the selected blocks.
 #pragma once
 
 #include <iterator>
@@ -102,7 +104,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
   query_loader.read(q, scale);
 
   const StepWarp<S> place{rows, lane, warp, tile, split};
-  OwnSums<S> known, own;  // of the branches so far, and of the last one
+  OwnSums<S> known, own, window;  // of the branches so far, of the last one, and of a window that comes after
   bool fits = true;
 #pragma unroll 1
   for (int phase = first_phase; phase < kBranches; ++phase) {
@@ -221,18 +223,24 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
         sync_readers();
       }
     }
-    merge_warps(place, wants_values ? rows.branches[branch] : others[cluster_id].own, state, own, wants_values);
+    merge_warps(place, wants_values ? rows.branches[branch] : others[cluster_id].own, state, own, wants_values,
+                stages > 0);
 
     if (!wants_values) {
       query_loader.copy(cluster_of(phase + 1));
       query_loader.read(q, scale);
-    } else if (compresses) {
+      continue;
+    }
+    const auto keep = [&](OwnSums<S>& sums) {
 #pragma unroll
       for (int n = 0; n < S::kOwnColumns; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) known[n][i] = own[n][i];
-    } else if (in_window) {
-      // Exchange of the softmaxes so far, and both branches as one sum.
+        for (int i = 0; i < 4; ++i) sums[n][i] = own[n][i];
+    };
+    if (compresses) keep(known);
+    if (S::kWindowLast && in_window) keep(window);
+    if (S::kWindowLast ? compresses : in_window) {
+      // Exchange of the softmaxes so far, and their branches as one sum.
       S::sync();
       merge_softmaxes(rows, lane);
       for (int other = first_phase; other < 0; ++other) merge_softmaxes(others[cluster_of(other)], lane);
@@ -258,7 +266,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
     store_columns_of_warp(place, out, known, own);
     publish_length();
   } else {
-    store_columns_of_rank(place, out, known, own, rank);
+    store_columns_of_rank(place, out, known, own, window, rank);
     publish_length();
     S::sync_reads();  // no thread block ends while others read its memory
   }

@@ -1,6 +1,6 @@
 // The instances of step_attend that multiply two key tiles of keys in 16 bits at once: compiled with NSA_ELEMENT,
 // NSA_KEY_DIM and NSA_VALUE_DIM. A file of their own compiles beside the other one.
-#define NSA_STEP_REGISTERS __maxnreg__(200)
+#define NSA_STEP_REGISTERS __maxnreg__(240)
 #include "cuda/sm90/decode/attend/step_attend.cuh"
 
 namespace nsa::cuda::sm90::decode {
