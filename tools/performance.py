@@ -70,7 +70,7 @@ def ratios():
             if over_peer:
                 cells = (f"{over_peer[n]:.1f}" if n in over_peer else "" for n in lengths)
                 rows.append([f"H200, {title}, over the fastest other NSA implementation", settings, *cells])
-    cpus = [Bench(f"bench_bfloat16{kind}.json") for kind in ("", "_zen4", "_xeon")]
+    cpus = [Bench(f"bench_bfloat16{kind}.json") for kind in ("", "_zen4", "_xeon", "_xeon_no_amx")]
     processors = " / ".join(cpu.machine["processor"] for cpu in cpus)
     for pass_name, title in PASSES.items():
         cells = [" / ".join(filter(None, (over_torch(cpu, pass_name, n) for cpu in cpus))) for n in lengths]
