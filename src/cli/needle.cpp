@@ -28,8 +28,10 @@ struct NeedleCommand {
   void run() {
     json.open();
     const auto device = machine.choose();
-    auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device);
-    if (!opened.tokenizer) opened.tokenizer = lm::tokenizer_of(checkpoint.path, opened.loaded);  // refuses
+    auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device, false);
+    if (opened.loaded.tokenizer.empty())
+      throw base::Error(fmt::format("{}: no tokenizer: needles and texts are made of its tokens", checkpoint.path));
+    opened.tokenizer = lm::tokenizer_of(checkpoint.path, opened.loaded);
     if (dtype == "bfloat16") opened.loaded.model.place(device.device, at::kBFloat16);
     options.forward.attention = baseline.of(opened.model().config());
     const auto texts = lm::open_texts(checkpoint.path, data, opened);

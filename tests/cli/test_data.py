@@ -186,8 +186,8 @@ def test_token_numbers(tmp_path, texts):
         nsa("eval", tmp_path / "bin", *data, "--json", tmp_path / "eval.json")
         assert json.loads((tmp_path / "eval.json").read_text())["documents"] == len(texts)
     nsa("generate", tmp_path / "bin", "--ids", tmp_path / "ids.txt", "--tokens", 1)
-    for command in (["generate", tmp_path / "bin", "--prompt", "x"], ["needle", tmp_path / "bin"]):
-        assert "no tokenizer: give token numbers with --ids" in refused(*command)
+    assert "no tokenizer: give token numbers with --ids" in refused("generate", tmp_path / "bin", "--prompt", "x")
+    assert "no tokenizer: needles and texts are made of its tokens" in refused("needle", tmp_path / "bin")
 
 
 def test_token_numbers_of_a_large_vocabulary(tmp_path, texts):
