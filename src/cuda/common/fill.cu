@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kMaxTensors = 8;
 
-/// Packed rows past the last sequence: o = 0, lse = -inf, indices = -1, gradients = 0. Also fills whole tensors.
+/// Packed rows past the last sequence: o = 0, lse = -inf, indices = -1, gradients = 0.
 struct FillArgs {
   struct Tensor {
     Strided rows;  // of 4-byte or 2-byte elements, (rows, heads, columns)
