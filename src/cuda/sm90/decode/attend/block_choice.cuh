@@ -326,6 +326,7 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b,
       });
     __syncthreads();
     const int count = listed;
+    static_assert(kRanks > 1 || 3 * kMaxBlocks <= kThreads);  // found ends in front of what is still read
 #pragma unroll 1
     for (int i = thread; i < count; i += kThreads) {
       const unsigned long long candidate = list[i];
