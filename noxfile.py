@@ -1,8 +1,9 @@
 """What `make wheel` built, looked at as those who install it will: `make wheel && nox` runs all, `nox -l` lists.
 
-`TORCH_VERSIONS="2.12.0 2.13.0" nox -s installed` takes other versions of torch, 5 GB of disk each.
+`TORCH_VERSIONS="2.12.0 2.13.0" nox -s installed` takes other versions of torch, 7 GB of disk each.
 """
 
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 PINNED = "pinned"  # the torch of the environment that runs nox, which is not downloaded again
 TORCH_VERSIONS = os.environ.get("TORCH_VERSIONS", f"{PINNED} 2.10.0").split()
+TORCH_DISK = 8.5e9  # of another one: all that is unpacked, and its largest archive
 SUITES = "bad_input/test_errors test_layer test_openmp test_docs".split()
 WITH_ANOTHER_TORCH = "test_operators decoding/test_decode".split()  # with the pinned one they ran in make test
 
@@ -46,10 +48,19 @@ def install_wheel(session: nox.Session, torch: str, *more: str) -> None:
     else:
         session.create_tmp()  # pip unpacks gigabytes in TMPDIR
         session.env["PYTHONDONTWRITEBYTECODE"] = ""  # or each process would compile torch again
-        session.install(
-            "--no-cache-dir", "--no-compile", f"torch=={torch}", "pytest", "pytest-xdist", "hypothesis", "numpy", *more
-        )
+        packages = (f"torch=={torch}", "pytest", "pytest-xdist", "hypothesis", "numpy", *more)
+        for one in (*cuda_libraries_of(session, torch), packages):
+            session.install("--no-cache-dir", "--no-compile", *one)
         session.install("--no-cache-dir", "--force-reinstall", "--no-deps", wheel)
+
+
+def cuda_libraries_of(session: nox.Session, torch: str) -> list[tuple[str, ...]]:
+    """What pip is told for each: at once it would keep 2 GB of their archives until all are unpacked."""
+    report = Path(session.create_tmp()).absolute() / "report.json"
+    dry_run = "python -m pip install --quiet --no-cache-dir --dry-run --report".split()
+    session.run(*dry_run, str(report), f"torch=={torch}", silent=True)
+    found = [package["metadata"] for package in json.loads(report.read_text())["install"]]
+    return [("--no-deps", f"{one['name']}=={one['version']}") for one in found if one["name"].startswith("nvidia-")]
 
 
 def outside_of_the_tree(session: nox.Session) -> None:
@@ -65,6 +76,10 @@ def outside_of_the_tree(session: nox.Session) -> None:
 @nox.parametrize("torch", TORCH_VERSIONS, ids=TORCH_VERSIONS)
 def installed(session: nox.Session, torch: str) -> None:
     """Tests of the package and the README's example, outside of the tree, with the wheel."""
+    free = shutil.disk_usage(ROOT).free
+    there = torch == PINNED or any(Path(session.virtualenv.location).glob("lib/python*/site-packages/torch"))
+    if not there and free < TORCH_DISK:
+        session.skip(f"torch {torch} needs {TORCH_DISK / 1e9:.0f} GB of disk, {free / 1e9:.1f} GB are free")
     install_wheel(session, torch)
     if torch != PINNED:
         session.run("pip", "check", silent=True)
