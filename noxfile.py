@@ -79,7 +79,7 @@ def installed(session: nox.Session, torch: str) -> None:
     free = shutil.disk_usage(ROOT).free
     there = torch == PINNED or any(Path(session.virtualenv.location).glob("lib/python*/site-packages/torch"))
     if not there and free < TORCH_DISK:
-        session.skip(f"torch {torch} needs {TORCH_DISK / 1e9:.0f} GB of disk, {free / 1e9:.1f} GB are free")
+        session.skip(f"torch {torch} needs {TORCH_DISK / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free")
     install_wheel(session, torch)
     if torch != PINNED:
         session.run("pip", "check", silent=True)
