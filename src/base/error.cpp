@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <cstddef>
+#include <cstdio>
 
 namespace nsa::base {
 namespace {
@@ -59,6 +60,11 @@ std::string printable(std::string_view text) {
     return at;
   };
   return line.substr(0, boundary(kBeginning)) + "..." + line.substr(boundary(line.size() - kEnd));
+}
+
+void write_stderr(std::string_view text) {
+  std::fwrite(text.data(), 1, text.size(), stderr);
+  std::fflush(stderr);
 }
 
 }  // namespace nsa::base

@@ -30,4 +30,7 @@ void check(const Status& status);
 /// characters and what is not UTF-8 become \xNN, a longer text loses its middle.
 std::string printable(std::string_view text);
 
+/// Writes to standard error, if it can be written: a closed terminal or a full disk ends no training.
+void write_stderr(std::string_view text);
+
 }  // namespace nsa::base

@@ -5,7 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
+
+#include "base/error.h"
 
 namespace nsa::base {
 namespace {
@@ -21,7 +22,7 @@ Progress::Progress(std::int64_t total) : total_(total), terminal_(::isatty(STDER
 Progress::~Progress() { clear(); }
 
 void Progress::clear() {
-  if (drawn_) fmt::print(stderr, "\r\033[K");
+  if (drawn_) write_stderr("\r\033[K");
   drawn_ = false;
 }
 
@@ -40,18 +41,16 @@ void Progress::update(std::int64_t done, const std::string& note, double seconds
   line += "  " + note;
   if (seconds_left >= 0) line += "  " + format_duration(seconds_left) + " left";
   if (terminal_) {
-    fmt::print(stderr, "\r{}\033[K", line);
+    write_stderr(fmt::format("\r{}\033[K", line));
     drawn_ = true;
   } else {
-    fmt::print(stderr, "{}\n", line);
+    write_stderr(fmt::format("{}\n", line));
   }
-  std::fflush(stderr);
 }
 
 void Progress::print(const std::string& line) {
   clear();
-  fmt::print(stderr, "{}\n", line);
-  std::fflush(stderr);
+  write_stderr(fmt::format("{}\n", line));
 }
 
 std::string format_duration(double seconds) {

@@ -151,7 +151,7 @@ void run(GenerateArguments& arguments) {
                                       .capacity = lm::capacity_of(sequences, options),
                                       .fp8_cache = options.fp8_cache});
   }
-  fmt::print(stderr, "device: {}\n", device.text);
+  base::write_stderr(fmt::format("device: {}\n", device.text));
   options.cached = !arguments.no_cache;
   options.graph = !arguments.no_graph;
   if (tokenizer && !arguments.ignore_end) options.stop_token = tokenizer->end_of_document();
@@ -173,10 +173,10 @@ void run(GenerateArguments& arguments) {
     reports.push_back({{"prompt_tokens", prompts[b].tokens.size()}, {"tokens", tokens}, {"margins", margins}});
   }
   const auto decoded = static_cast<double>(generated) - static_cast<double>(prompts.size());
-  fmt::print(stderr, "{}: {} tokens, {:.0f} tokens/s; generated: {} tokens, {:.1f} tokens/s\n",
-             prompts.size() == 1 ? "prompt" : fmt::format("{} prompts", prompts.size()), read,
-             static_cast<double>(read) / result.prefill_seconds, generated,
-             decoded > 0 ? decoded / result.decode_seconds : 0.0);
+  base::write_stderr(fmt::format("{}: {} tokens, {:.0f} tokens/s; generated: {} tokens, {:.1f} tokens/s\n",
+                                 prompts.size() == 1 ? "prompt" : fmt::format("{} prompts", prompts.size()), read,
+                                 static_cast<double>(read) / result.prefill_seconds, generated,
+                                 decoded > 0 ? decoded / result.decode_seconds : 0.0));
   arguments.json.write({{"kind", "nsa-generate"},
                         {"checkpoint", arguments.checkpoint.path},
                         {"set", arguments.checkpoint.changes},

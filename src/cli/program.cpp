@@ -153,7 +153,9 @@ void keep_standard_streams() {
 
 std::string g_rank;  // prefix of each message: "rank 1: "
 
-void print_error(std::string_view message) { fmt::print(stderr, "nsa: {}{}\n", g_rank, base::printable(message)); }
+void print_error(std::string_view message) {
+  base::write_stderr(fmt::format("nsa: {}{}\n", g_rank, base::printable(message)));
+}
 
 /// torch's allocator of host memory has no exception of its own.
 bool is_out_of_memory(const c10::Error& error, const std::string& message) {
@@ -169,7 +171,7 @@ int run(CLI::App& app, int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
     print_error(error.what());
-    fmt::print(stderr, "See nsa --help and nsa SUBCOMMAND --help.\n");
+    base::write_stderr("See nsa --help and nsa SUBCOMMAND --help.\n");
     return 2;
   } catch (const Exit& exit) {
     return exit.code;
@@ -183,7 +185,7 @@ int run(CLI::App& app, int argc, char** argv) {
     print_error(fmt::format("{}: {}", error.path1().string(), error.code().message()));
     return base::is_users_fault(error.code().value()) ? 2 : 1;
   } catch (const std::bad_alloc&) {
-    fmt::print(stderr, "nsa: out of memory\n");
+    base::write_stderr("nsa: out of memory\n");
     return 1;
   } catch (const c10::Error& error) {
     const std::string message = error.what_without_backtrace();

@@ -134,6 +134,15 @@ def test_output_that_is_lost_is_an_error(arguments, redirection):
     assert done.stderr.count(b"\n") == 1
 
 
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
+def test_messages_that_are_lost_end_nothing(redirection, trained, tmp_path):
+    (tmp_path / "text.txt").write_text("alpha beta gamma\n" * 50)
+    training = f"train --out {tmp_path}/run --data {tmp_path}/text.txt --steps 1 --layers 1 --context 64 --device cpu"
+    for command, code in [(training, 0), (f"generate {trained['nsa']} --tokens 2", 0), ("eval nowhere", 2), ("no", 2)]:
+        done = subprocess.run(["sh", "-c", f"{PROGRAM} {command} {redirection}"], stdout=subprocess.PIPE, timeout=60)
+        assert done.returncode == code, (command, done)
+
+
 def test_results_that_are_lost_are_an_error(trained):
     with open("/dev/full", "w") as full:
         done = subprocess.run(

@@ -106,7 +106,8 @@ std::string plain(const nlohmann::json& value) { return value.is_string() ? valu
 void note_changes(const nlohmann::json& trained, const nlohmann::json& now) {
   for (const auto& [name, value] : now.items()) {
     if (trained[name] == value) continue;
-    fmt::print(stderr, "note: {} = {} by --set, trained with {}\n", name, plain(value), plain(trained[name]));
+    base::write_stderr(
+        fmt::format("note: {} = {} by --set, trained with {}\n", name, plain(value), plain(trained[name])));
   }
 }
 

@@ -435,7 +435,7 @@ TrainResult Trainer::run(const std::string& out) {
   out_ = out;
   if (ranks_.size() > 1) {
     const auto on_timeout = [this](const std::string& message) {
-      fmt::print(stderr, "nsa: rank {}: {}\n", ranks_.rank(), message);
+      base::write_stderr(fmt::format("nsa: rank {}: {}\n", ranks_.rank(), message));
       ::_exit(128 + interrupt_.signal());
     };
     watchdog_.emplace([this] { return interrupt_.signal() != 0; }, on_timeout, kPatience);
@@ -479,8 +479,9 @@ void note_the_start_of_phi(const ModelConfig& model) {
   if (model.attention != AttentionKind::kNsa || model.phi != CompressionKind::kMlp || model.phi_hidden == 0) return;
   const auto dim = std::max(model.head_dim, model.v_head_dim);
   if (bridge::starts_as_mean(model.phi_hidden, dim)) return;
-  fmt::print(stderr, "note: phi starts from Xavier weights, not as the mean: --phi-hidden {} is below 2 * {}\n",
-             model.phi_hidden, dim);
+  base::write_stderr(
+      fmt::format("note: phi starts from Xavier weights, not as the mean: --phi-hidden {} is below 2 * {}\n",
+                  model.phi_hidden, dim));
 }
 
 /// Null where the data are token numbers.
