@@ -88,7 +88,7 @@ def check_type(name: str, value: Any, hint: Any) -> None:
             what = "nested tensor" if value.is_nested else f"tensor of {value.layout}, {value.dtype}"
         raise TypeError(f"{name}: {what}: must be {' or '.join(_described(kind) for kind in allowed)}") from None
     for kind in allowed:
-        if get_args(kind):
+        if get_args(kind) and _is(value, kind):
             for i, member in enumerate(value):
                 check_type(f"{name}[{i}]", member, get_args(kind)[0])
 

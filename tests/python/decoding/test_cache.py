@@ -162,8 +162,9 @@ def test_shared_pages_without_a_free_one(device, layer):
     cache.fork(0, 1, 48)  # shares three pages
     cache.reserve([60, 49, 0])
     before = state(cache)
-    calls = (lambda: cache.crop([59, 33, 0]), lambda: cache.rollback(1, 33), lambda: cache.fork(0, 2, 52))
-    for call in (*calls, lambda: cache.select([0, 0, 1, 1]), lambda: cache.repeat(2)):
+    calls = (lambda: cache.crop([59, 33, 0]), lambda: cache.crop(40), lambda: cache.rollback(1, 33))
+    others = (lambda: cache.fork(0, 2, 52), lambda: cache.select([0, 0, 1, 1]), lambda: cache.repeat(2))
+    for call in (*calls, *others):
         with pytest.raises(RuntimeError, match="needs 1 more pages of tokens, 0 are free"):
             call()
         assert same(before, state(cache))
