@@ -64,7 +64,7 @@ class PageAllocator {
 
   /// Reserves pages for sequences of up to these lengths, one entry per sequence.
   Status reserve(std::span<const std::int64_t> lengths);
-  /// Whether the sequence has the pages for this length.
+  /// Whether there is such a sequence and it has the pages for this length.
   bool has_capacity(std::int64_t sequence, std::int64_t length) const;
   /// Whether every sequence has, so that reserve() has nothing to do.
   bool has_capacity(std::span<const std::int64_t> lengths) const;
@@ -123,6 +123,8 @@ class PageAllocator {
   template <class Change>
   Status all_or_nothing(Change change);
   std::vector<std::uint64_t> hashes_of(std::span<const std::int32_t> tokens) const;
+  bool has(std::int64_t sequence) const { return sequence >= 0 && sequence < batch_; }
+  Status check(const char* what, std::int64_t sequence, std::int64_t length) const;
 
   std::int64_t batch_ = 0;
   NSAConfig cfg_;
@@ -165,6 +167,7 @@ class KVCache {
   /// for the stream, and length() is then what the device has.
   Status check();
 
+  /// 0 for a sequence that the cache does not have.
   std::int64_t length(std::int64_t sequence) const;
 
   /// Discards the tokens from `length` on, at most kRollback below the longest the sequence has been.
@@ -175,7 +178,7 @@ class KVCache {
   /// check() finds no capacity for the child.
   Status fork(std::int64_t parent, std::int64_t child, std::int64_t length);
 
-  /// Empties the sequence and frees its pages unless shared. The next call reports a device error.
+  /// Empties the sequence and frees its pages unless shared. The next call reports an error of it.
   void release(std::int64_t sequence);
 
   /// Keeps the sequence's first tokens, whose ids these are, up to the last full page, beyond its release. `kept`: how
@@ -199,6 +202,7 @@ class KVCache {
     Memory& operator=(Memory other) noexcept;
     ~Memory();
     CacheMemory* operator->() const { return memory_.get(); }
+    explicit operator bool() const { return memory_ != nullptr; }
 
    private:
     std::unique_ptr<CacheMemory> memory_;
@@ -221,6 +225,7 @@ class KVCache {
   Status upload();
   Status change(const PageCopies& copies, const RingCopy& rings, std::int64_t sequence = -1, std::int64_t length = 0);
   Status changeable();
+  Status check_made(const char* what) const;
   Status check_counts(const char* what, const char* name, const std::vector<std::int64_t>& counts) const;
   Status check_sequence(const char* what, std::int64_t sequence) const;
   Status check_going_back(const char* what, std::int64_t sequence, std::int64_t length);

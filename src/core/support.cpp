@@ -94,6 +94,9 @@ const char* name_of(Backend backend) {
 Status supports(Backend backend, const Problem& problem) {
   const std::string name = std::string("backend ") + name_of(backend) + ": ";
   if (backend == Backend::kAuto) return Status::invalid_argument(name + "ask choose_backend");
+  if (backend != Backend::kReference && backend != Backend::kCPU && backend != Backend::kCUDA)
+    return Status::invalid_argument("backend = " + std::to_string(static_cast<int>(backend)) +
+                                    ": must be kAuto, kReference, kCPU or kCUDA");
   if (problem.dtype == DType::kFloat8E4M3)
     return Status::unsupported(name + name_of(problem.dtype) + ": a cache may store it, no operation computes in it");
   const bool on_device = problem.device.type == DeviceType::kCUDA;

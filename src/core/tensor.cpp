@@ -1,5 +1,7 @@
 #include "nsa/tensor.h"
 
+#include <algorithm>
+
 namespace nsa {
 
 std::size_t size_of(DType dtype) {
@@ -41,9 +43,11 @@ TensorView TensorView::contiguous(void* data, DType dtype, std::initializer_list
   view.data = data;
   view.dtype = dtype;
   view.device = device;
-  for (std::int64_t n : shape) view.shape[static_cast<std::size_t>(view.rank++)] = n;
+  view.rank = static_cast<int>(shape.size());
+  const int kept = std::min(view.rank, kMaxRank);  // calls refuse a view of more by its rank
+  std::copy_n(shape.begin(), kept, view.shape.begin());
   std::int64_t stride = 1;
-  for (int i = view.rank - 1; i >= 0; --i) {
+  for (int i = kept - 1; i >= 0; --i) {
     view.stride[static_cast<std::size_t>(i)] = stride;
     stride *= view.shape[static_cast<std::size_t>(i)];
   }
@@ -52,13 +56,13 @@ TensorView TensorView::contiguous(void* data, DType dtype, std::initializer_list
 
 std::int64_t TensorView::numel() const {
   std::int64_t n = 1;
-  for (int i = 0; i < rank; ++i) n *= size(i);
+  for (int i = 0; i < std::min(rank, kMaxRank); ++i) n *= size(i);
   return n;
 }
 
 bool TensorView::is_contiguous() const {
   std::int64_t expected = 1;
-  for (int i = rank - 1; i >= 0; --i) {
+  for (int i = std::min(rank, kMaxRank) - 1; i >= 0; --i) {
     if (size(i) != 1 && stride[static_cast<std::size_t>(i)] != expected) return false;
     expected *= size(i);
   }

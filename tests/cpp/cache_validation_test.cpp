@@ -333,6 +333,7 @@ TEST(CacheRefused, Options) {
   EXPECT_EQ(message([](auto& o) { o.key_dim = 0; }), "key_dim = 0: must be >= 1");
   EXPECT_EQ(message([](auto& o) { o.value_dim = -8; }), "value_dim = -8: must be >= 1");
   EXPECT_EQ(message([](auto& o) { o.dtype = DType::kInt32; }), "dtype = int32: must be a floating-point type");
+  EXPECT_EQ(message([](auto& o) { o.dtype = DType{77}; }), "dtype = unknown: must be a floating-point type");
   EXPECT_EQ(message([](auto& o) { o.dtype = DType::kFloat8E4M3; }),
             "dtype = float8_e4m3fn: must be the type of q; k_scale and v_scale store e4m3");
   EXPECT_EQ(message([](auto& o) { o.k_scale = o.v_scale = {0.5f}; }), "");
@@ -385,6 +386,69 @@ std::vector<std::int32_t> bookkeeping(KVCache& cache) {
   for (const TensorView& t : {view.block_table, view.block_table_c, view.cache_seqlens})
     all.insert(all.end(), t.as<std::int32_t>(), t.as<std::int32_t>() + t.numel());
   return all;
+}
+
+TEST(CacheRefused, SequencesThatThereAreNot) {
+  StreamCase c;
+  const Stream stream(c);
+  KVCache cache = make_cache(c, 5);
+  ASSERT_TRUE(cache.reserve({40, 0}).ok());
+  const auto before = bookkeeping(cache);
+  for (const std::int64_t sequence : {-1, 2, INT32_MAX}) {
+    EXPECT_EQ(cache.length(sequence), 0);
+    cache.release(sequence);
+    EXPECT_EQ(cache.check().message(), "release: sequence " + std::to_string(sequence) + ": there are 2");
+    EXPECT_TRUE(cache.check().ok()) << "an error is reported once";
+  }
+  EXPECT_EQ(cache.reserve({40, -1}).message(), "reserve: sequence 1: -1 tokens: must be >= 0");
+  EXPECT_EQ(bookkeeping(cache), before);
+}
+
+TEST(CacheRefused, CallsOfACacheWithoutMemory) {
+  StreamCase c;
+  const Stream stream(c);
+  KVCache made = make_cache(c), moved = std::move(made), never;
+  for (KVCache* const cache : {&made, &never}) {  // NOLINT(bugprone-use-after-move)
+    const std::vector<std::int64_t> counts(static_cast<std::size_t>(cache->options().batch), 1);
+    const std::string why = ": a cache without memory: must be made by create";
+    std::int64_t length = -1;
+    EXPECT_EQ(cache->reserve(counts).message(), "reserve" + why);
+    EXPECT_EQ(cache->appended(counts).message(), "appended" + why);
+    EXPECT_EQ(cache->check().message(), "check" + why);
+    EXPECT_EQ(cache->rollback(0, 0).message(), "rollback" + why);
+    EXPECT_EQ(cache->fork(0, 1, 0).message(), "fork" + why);
+    EXPECT_EQ(cache->keep_prefix(0, {}, length).message(), "keep_prefix" + why);
+    EXPECT_EQ(cache->match_prefix(0, {}, length).message(), "match_prefix" + why);
+    cache->release(0);
+    EXPECT_EQ(cache->length(0), 0);
+    EXPECT_FALSE(cache->view().k_slc.defined());
+  }
+}
+
+TEST(CacheRefused, SequencesThatAPageAllocatorHasNot) {
+  PageAllocator pages(2, {}, {16, 4, 4}, {16, 4, 4}, 1), none;
+  const std::vector<std::int64_t> lengths{20, 0};
+  ASSERT_TRUE(pages.reserve(lengths).ok());
+  const std::vector<std::int32_t> before(pages.tables().begin(), pages.tables().end()), ids(20);
+  PageCopies copies;
+  EXPECT_EQ(pages.reserve(std::vector<std::int64_t>{1}).message(),
+            "reserve: 1 lengths: expected one for each of 2 sequences");
+  EXPECT_EQ(pages.reserve(std::vector<std::int64_t>{20, -1}).message(), "reserve: sequence 1: -1 tokens: must be >= 0");
+  EXPECT_EQ(none.reserve(lengths).message(), "reserve: 2 lengths: expected one for each of 0 sequences");
+  for (const std::int64_t sequence : {-1, 2}) {
+    const std::string why = "sequence " + std::to_string(sequence) + ": there are 2";
+    EXPECT_EQ(pages.rollback(sequence, 0, copies).message(), "rollback: " + why);
+    EXPECT_EQ(pages.fork(sequence, 1, 0).message(), "fork: " + why);
+    EXPECT_EQ(pages.fork(0, sequence, 0).message(),
+              "fork: child = " + std::to_string(sequence) + ": must be another of 2 sequences");
+    EXPECT_FALSE(pages.has_capacity(sequence, 0));
+    EXPECT_EQ(pages.keep_prefix(sequence, ids, copies).length, 0);
+    EXPECT_EQ(pages.match_prefix(sequence, ids, copies).length, 0);
+    pages.release(sequence);
+  }
+  EXPECT_EQ(pages.fork(0, 1, -1).message(), "fork: sequence 0: -1 tokens: must be >= 0");
+  EXPECT_EQ(pages.rollback(0, -1, copies).message(), "rollback: sequence 0: -1 tokens: must be >= 0");
+  EXPECT_TRUE(std::ranges::equal(pages.tables(), before));
 }
 
 TEST(CacheRefused, ForkChangesNothing) {

@@ -359,6 +359,32 @@ TEST(Refused, Combine) {
                     });
 }
 
+TEST(Refused, NumbersThatNameNothing) {
+  const Case c = batched_case();
+  const Problem problem(c);
+  const Tensor o = problem.query_rows(c.heads(), c.dv, c.dtype);
+  const auto message = [&](auto&& change) {
+    CombineParams params = problem.combination();
+    params.o = o;
+    Context context;
+    for (TensorView* const view : {&params.o_cmp, &params.o_slc, &params.o_swa, &params.gates, &params.o})
+      change(*view, context);
+    return combine(params, context).message();
+  };
+  EXPECT_EQ(message([](TensorView& view, Context&) { view.dtype = DType{77}; }),
+            "combine: o_cmp: unknown (2, 40, 6, 8): expected float32, bfloat16, float16 or float64");
+  EXPECT_EQ(message([](TensorView& view, Context&) { view.device.type = DeviceType{9}; }),
+            "combine: o_cmp: on no known device: must be on the cpu or a CUDA device");
+  EXPECT_EQ(message([i = 0](TensorView& view, Context&) mutable { view.device.index = i++; }),
+            "combine: o_slc: on cpu:1: expected cpu as o_cmp");
+  EXPECT_EQ(message([](TensorView&, Context& context) { context.backend = Backend{55}; }),
+            "combine: backend = 55: must be kAuto, kReference, kCPU or kCUDA");
+  EXPECT_EQ(message([](TensorView& view, Context&) {
+              view = TensorView::contiguous(view.data, view.dtype, {1, 1, 1, 1, 1, 1});
+            }),
+            "combine: o_cmp: float32 of rank 6: expected the shape (B, Sq, H, Dv)");
+}
+
 TEST(Refused, Threads) {
   const Case c = batched_case();
   const Problem problem(c);

@@ -66,7 +66,9 @@ Status check_options(const KVCacheOptions& options) {
   for (const auto& [name, value] :
        {std::pair{"cfg.window_size", options.cfg.window_size}, {"cfg.kernel_size", options.cfg.kernel_size}})
     if (value > INT32_MAX - kRollback) return fail(name, value, "below 2^31 - 32 in a cache");
-  if (options.dtype == DType::kInt32) return Status::invalid_argument("dtype = int32: must be a floating-point type");
+  if (options.dtype == DType::kInt32 || size_of(options.dtype) == 0)
+    return Status::invalid_argument(std::string("dtype = ") + name_of(options.dtype) +
+                                    ": must be a floating-point type");
   if (options.dtype == DType::kFloat8E4M3)
     return Status::invalid_argument("dtype = float8_e4m3fn: must be the type of q; k_scale and v_scale store e4m3");
   if (Status s = check_scales(options); !s.ok()) return s;
@@ -198,6 +200,7 @@ std::int32_t* KVCache::numbers(std::int64_t at) const {
 }
 
 KVCacheView KVCache::view() {
+  if (!memory_) return {};
   const std::int64_t B = options_.batch, Hkv = options_.num_kv_heads;
   const State at(options_, max_pages_ + max_pages_c_);
   const auto of_state = [&](std::int64_t where, DType dtype, std::initializer_list<std::int64_t> shape) {
@@ -257,17 +260,24 @@ Status KVCache::change(const PageCopies& copies, const RingCopy& rings, std::int
   return memory_->edit(all, at, static_cast<std::int32_t>(length));
 }
 
+Status KVCache::check_made(const char* what) const {
+  if (memory_) return {};
+  return Status::invalid_argument(std::string(what) + ": a cache without memory: must be made by create");
+}
+
 Status KVCache::changeable() {
   if (!failed_.ok()) return std::exchange(failed_, {});
   return memory_->changeable();
 }
 
 std::int64_t KVCache::length(std::int64_t sequence) const {
+  if (!check_sequence("length", sequence).ok()) return 0;
   if (on_device()) return lengths_[static_cast<std::size_t>(sequence)];
   return numbers(State(options_, max_pages_ + max_pages_c_).lengths)[sequence];
 }
 
 Status KVCache::check_counts(const char* what, const char* name, const std::vector<std::int64_t>& counts) const {
+  if (Status s = check_made(what); !s.ok()) return s;
   if (static_cast<std::int64_t>(counts.size()) == options_.batch) return {};
   return Status::invalid_argument(std::string(what) + ": " + std::to_string(counts.size()) + " " + name +
                                   ": expected one for each of " + std::to_string(options_.batch) + " sequences");
@@ -277,6 +287,9 @@ Status KVCache::reserve(const std::vector<std::int64_t>& lengths) {
   if (Status s = check_counts("reserve", "lengths", lengths); !s.ok()) return s;
   for (std::int64_t b = 0; b < options_.batch; ++b) {
     const std::int64_t length = lengths[static_cast<std::size_t>(b)];
+    if (length < 0)
+      return Status::invalid_argument("reserve: sequence " + std::to_string(b) + ": " + std::to_string(length) +
+                                      " tokens: must be >= 0");
     if (length > options_.capacity)
       return Status::out_of_capacity("reserve: sequence " + std::to_string(b) + ": " + std::to_string(length) +
                                      " tokens: the capacity is " + std::to_string(options_.capacity));
@@ -303,6 +316,7 @@ Status KVCache::appended(const std::vector<std::int64_t>& num_new) {
 }
 
 Status KVCache::check() {
+  if (Status s = check_made("check"); !s.ok()) return s;
   if (Status s = changeable(); !s.ok()) return s;
   const State at(options_, max_pages_ + max_pages_c_);
   std::vector<std::int32_t> found(static_cast<std::size_t>(options_.batch + 1));  // lengths, overflow
@@ -318,6 +332,7 @@ Status KVCache::check() {
 }
 
 Status KVCache::check_sequence(const char* what, std::int64_t sequence) const {
+  if (Status s = check_made(what); !s.ok()) return s;
   if (sequence >= 0 && sequence < options_.batch) return {};
   return Status::invalid_argument(std::string(what) + ": sequence " + std::to_string(sequence) + ": there are " +
                                   std::to_string(options_.batch));
@@ -366,7 +381,8 @@ Status KVCache::fork(std::int64_t parent, std::int64_t child, std::int64_t lengt
 }
 
 void KVCache::release(std::int64_t sequence) {
-  Status status = memory_->changeable();
+  Status status = check_sequence("release", sequence);
+  if (status.ok()) status = memory_->changeable();
   if (status.ok()) {
     allocator_.release(sequence);
     longest_[static_cast<std::size_t>(sequence)] = 0;

@@ -86,18 +86,31 @@ Status PageAllocator::extend(Pool& pool, std::int64_t sequence, std::int64_t tok
   return {};
 }
 
+Status PageAllocator::check(const char* what, std::int64_t sequence, std::int64_t length) const {
+  if (has(sequence) && length >= 0) return {};
+  const std::string name = std::string(what) + ": sequence " + std::to_string(sequence) + ": ";
+  if (!has(sequence)) return Status::invalid_argument(name + "there are " + std::to_string(batch_));
+  return Status::invalid_argument(name + std::to_string(length) + " tokens: must be >= 0");
+}
+
 bool PageAllocator::has_capacity(std::int64_t sequence, std::int64_t length) const {
-  return held(tokens_, sequence) >= tokens_.pages_for(length) &&
+  return has(sequence) && held(tokens_, sequence) >= tokens_.pages_for(length) &&
          held(compressed_, sequence) >= compressed_.pages_for(cfg_.num_compressed(length));
 }
 
 bool PageAllocator::has_capacity(std::span<const std::int64_t> lengths) const {
+  if (std::ssize(lengths) != batch_) return false;
   for (std::int64_t b = 0; b < batch_; ++b)
     if (!has_capacity(b, lengths[static_cast<std::size_t>(b)])) return false;
   return true;
 }
 
 Status PageAllocator::reserve(std::span<const std::int64_t> lengths) {
+  if (std::ssize(lengths) != batch_)
+    return Status::invalid_argument("reserve: " + std::to_string(lengths.size()) +
+                                    " lengths: expected one for each of " + std::to_string(batch_) + " sequences");
+  for (std::int64_t b = 0; b < batch_; ++b)
+    if (Status s = check("reserve", b, lengths[static_cast<std::size_t>(b)]); !s.ok()) return s;
   if (has_capacity(lengths)) return {};
   return all_or_nothing([&](PageAllocator& tried) -> Status {
     for (std::int64_t b = 0; b < batch_; ++b) {
@@ -126,6 +139,7 @@ Status PageAllocator::own(Pool& pool, std::int64_t sequence, std::int64_t tokens
 
 Status PageAllocator::rollback(std::int64_t sequence, std::int64_t length, PageCopies& copies) {
   copies = {};
+  if (Status s = check("rollback", sequence, length); !s.ok()) return s;
   return all_or_nothing([&](PageAllocator& tried) -> Status {
     if (Status s = tried.own(tried.tokens_, sequence, length, copies.tokens); !s.ok()) return s;
     return tried.own(tried.compressed_, sequence, cfg_.num_compressed(length), copies.compressed);
@@ -139,6 +153,10 @@ void PageAllocator::share(Pool& pool, std::int64_t sequence, std::span<const std
 }
 
 Status PageAllocator::fork(std::int64_t parent, std::int64_t child, std::int64_t length) {
+  if (Status s = check("fork", parent, length); !s.ok()) return s;
+  if (!has(child) || child == parent)
+    return Status::invalid_argument("fork: child = " + std::to_string(child) + ": must be another of " +
+                                    std::to_string(batch_) + " sequences");
   return all_or_nothing([&](PageAllocator& tried) -> Status {
     tried.release(child);
     const auto go_on = [&](Pool& pool, std::int64_t tokens) -> Status {
@@ -161,6 +179,7 @@ void PageAllocator::release(Pool& pool, std::int64_t sequence) {
 }
 
 void PageAllocator::release(std::int64_t sequence) {
+  if (!has(sequence)) return;
   release(tokens_, sequence);
   release(compressed_, sequence);
 }
@@ -180,6 +199,7 @@ std::vector<std::uint64_t> PageAllocator::hashes_of(std::span<const std::int32_t
 PageAllocator::Prefix PageAllocator::keep_prefix(std::int64_t sequence, std::span<const std::int32_t> tokens,
                                                  PageCopies& copies) {
   copies = {};
+  if (!has(sequence)) return {};
   const std::vector<std::uint64_t> hashes = hashes_of(tokens);
   const auto count = static_cast<std::int64_t>(hashes.size());
   const std::int64_t length = count * tokens_.page_size, blocks = cfg_.num_compressed(length);
@@ -219,7 +239,7 @@ PageAllocator::Prefix PageAllocator::keep_prefix(std::int64_t sequence, std::spa
 PageAllocator::Prefix PageAllocator::match_prefix(std::int64_t sequence, std::span<const std::int32_t> tokens,
                                                   PageCopies& copies) {
   copies = {};
-  if (tokens.empty()) return {};
+  if (tokens.empty() || !has(sequence)) return {};
   const std::vector<std::uint64_t> hashes = hashes_of(tokens.first(tokens.size() - 1));
   auto found = kept_.end();
   for (auto kept = kept_.begin(); kept != kept_.end(); ++kept) {

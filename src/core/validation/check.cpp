@@ -26,15 +26,22 @@ struct Expected {
   }
 };
 
+bool is_known(DeviceType type) { return type == DeviceType::kCPU || type == DeviceType::kCUDA; }
+
 struct Place {
   const Device& device;
 
   std::string describe() const {
-    return device.type == DeviceType::kCPU ? "cpu" : "cuda:" + std::to_string(device.index);
+    if (!is_known(device.type)) return "no known device";
+    if (device.type == DeviceType::kCPU && device.index == 0) return "cpu";
+    std::string text = device.type == DeviceType::kCPU ? "cpu:" : "cuda:";
+    return text += std::to_string(device.index);
   }
 };
 
-bool is_floating(DType dtype) { return dtype != DType::kInt32 && dtype != DType::kFloat8E4M3; }
+bool is_floating(DType dtype) {  // nor of a number that names no type
+  return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat64;
+}
 
 }  // namespace
 
@@ -61,6 +68,7 @@ void Checker::check_tensor(const std::string& name, const TensorView& view, Acce
     device_source_ = name;
     call_.problem.device = view.device;
   }
+  require(is_known(view.device.type), name, ": on ", Place{view.device}, ": must be on the cpu or a CUDA device");
   require(view.device == call_.problem.device, name, ": on ", Place{view.device}, ": expected ",
           Place{call_.problem.device}, " as ", device_source_);
   require(view.dtype == dtype, name, ": ", view, ": expected ", name_of(dtype), dtype_source.empty() ? "" : " as ",
