@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -115,6 +116,15 @@ class CompressionFunction(nn.Module):
             if tensor is not None:
                 with torch.no_grad():
                     getattr(self, name).copy_(tensor)
+
+    def inputs_of(self, parameter: str) -> int:
+        """Inputs of the matrix that a parameter belongs to, by its name.
+
+        Not by its shape, which sharding changes. Pruned and parametrized weights have longer names.
+        """
+        if re.search(r"\b[wb]2", parameter):
+            return self.hidden or 2 * self.head_dim
+        return self.kernel_size * self.head_dim
 
     def _initial(self, generator: torch.Generator | None) -> list[tuple[str, Tensor | None]]:
         sizes = self.kernel_size, self.head_dim, self.num_sets, self.hidden

@@ -25,9 +25,8 @@ def learning_rate_scales(modules: Iterable[nn.Module]) -> dict[int, float]:
     scales: dict[int, float] = {}
     for module in modules:
         if isinstance(module, CompressionFunction):
-            for name, parameter in module.named_parameters(recurse=False):
-                matrix = module.get_parameter("w2" if name.endswith("2") else "w1")
-                scales[id(parameter)] = min(1.0, _FAN_IN / matrix.shape[1])
+            for name, parameter in module.named_parameters():
+                scales[id(parameter)] = min(1.0, _FAN_IN / module.inputs_of(name))
     return scales
 
 

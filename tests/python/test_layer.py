@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from torch.nn.utils import parametrize, prune
 
 import nsa
 from devices import head_dims, on_gpu
@@ -341,6 +342,20 @@ def test_parameter_groups():
     assert [(g["lr"], len(g["params"])) for g in wide] == [(128 / 2048, 3)]
     assert nsa.parameter_groups(layer_of(cfg=SMALL, phi="mean"), 1.0)[0]["lr"] == 1.0
     torch.optim.AdamW(groups).step()
+
+
+def test_parameter_groups_of_changed_weights():
+    layer = layer_of(cfg=nsa.NSAConfig(topk=4))
+    prune.l1_unstructured(layer.phi_k, "w1", amount=0.5)
+    parametrize.register_parametrization(layer.phi_v, "w2", torch.nn.Identity())
+    groups = nsa.parameter_groups(layer, 0.1)
+    of = {id(p): g["lr"] for g in groups for p in g["params"]}
+    assert of[id(layer.phi_k.w1_orig)] == of[id(layer.phi_v.w1)] == 0.1 * 128 / (32 * 16)
+    assert of[id(layer.phi_v.parametrizations.w2.original)] == 0.1
+    for parameter in layer.parameters():  # as ZeRO leaves them between steps
+        parameter.data = parameter.data.new_empty(0)
+    assert {id(p): g["lr"] for g in nsa.parameter_groups(layer, 0.1) for p in g["params"]} == of
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).step()  # no optimizer fails on another's model
 
 
 def test_an_optimizer_that_trains_phi_too_fast_warns_once():
