@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import nsa
 import nsa.hf
-from models import VOCABULARY, padded, sparse, tokens
+from models import IMAGE, VOCABULARY, padded, sparse, tokens, vision_language
 
 HERE = Path(__file__).parent
 
@@ -209,6 +209,19 @@ def test_the_mixin_gives_phi_its_rates_and_no_decay(tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for (n, one), other in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other), n
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_vl"])
+@pytest.mark.parametrize("kind", [Trainer, SparseTrainer])
+def test_label_smoothing_predicts_the_next_token(name, kind, tmp_path):
+    model = nsa.hf.convert(vision_language()) if name == "qwen3_vl" else sparse(name)
+    run = trainer(model, tmp_path, 1, kind, label_smoothing_factor=0.1)
+    ids = tokens(2, 30) % IMAGE
+    loss = run.compute_loss(model.eval(), {"input_ids": ids, "labels": ids})
+    smooth = torch.nn.functional.cross_entropy(
+        model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1
+    )
+    assert loss.item() == pytest.approx(smooth.item(), rel=1e-5)
 
 
 def test_a_plain_trainer_warns_of_the_rate_of_phi(tmp_path):

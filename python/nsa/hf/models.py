@@ -25,6 +25,7 @@ from transformers.distributed.tensor_parallel import ColwiseParallel, Replicated
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -301,6 +302,8 @@ class _Sparse(Mixin):
             cls._auto.register(cls.config_class, cls)
             if cls._auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
                 CAUSAL_MODELS[cls.config_class] = cls
+                # Label smoothing in a Trainer shifts the labels of the classes in this table only.
+                MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.config_class.model_type] = cls.__name__
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: object, **__: object) -> str:
         if attn_implementation not in (None, "nsa", "eager"):
