@@ -73,6 +73,7 @@ def test_every_size_is_a_positive_integer(name, field):
         ({"initializer_range": math.nan}, r".*initializer_range"),  # of Llama transformers itself refuses it
         ({"attention_dropout": 0.5}, r"attention_dropout = 0.5: must be 0"),
         ({"attention_dropout": math.nan}, r"attention_dropout = nan: must be 0"),
+        ({"is_causal": False}, r"is_causal = False: must be True"),
         ({"head_dim": 12}, r"head_dim = 12: must be a multiple of 8"),
         ({"nsa": {"phi_hidden": -1}}, r"nsa: phi_hidden = -1: must be >= 1, or 0 for 2 x head dim"),
         ({"nsa": {3: 4}}, r"nsa: unknown field 3: must be one of kernel_size, "),

@@ -576,6 +576,8 @@ def test_heads_that_tensor_parallelism_would_cut_are_refused():
 
 
 def test_a_layer_with_context_parallelism_is_refused():
+    with pytest.raises(ValueError, match=r"^is_causal = False: must be True in a sparse model"):
+        model(ids, is_causal=False)
     model = sparse("llama")
     model.model.layers[1].self_attn.context_parallel = nsa.parallel.ContextParallel()
     with pytest.raises(ValueError, match=r"^context_parallel: must be None in a model of nsa\.hf$"):

@@ -165,6 +165,8 @@ class Sparse(Loadable):
         if (window := getattr(self, "sliding_window", None)) is not None:
             switch = "" if not hasattr(self, "use_sliding_window") else " (use_sliding_window = False)"
             raise ValueError(f"sliding_window = {window}: must be None{switch}")
+        if (causal := getattr(self, "is_causal", True)) is not True:  # else transformers' masks see the future
+            raise ValueError(f"is_causal = {causal!r}: must be True")
         given = {} if self.nsa is None else self.nsa
         if not isinstance(given, dict):
             raise ValueError(f"nsa = {given!r}: must be a dict or None")
