@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import math
@@ -412,6 +413,19 @@ def test_flattened_sequences_are_each_alone(name, offsets):
     assert max((together[n] - g).abs().max() for n, g in alone.items()) < 1e-5 * largest
 
 
+@pytest.mark.parametrize("after_a_forward", [False, True])
+def test_a_cast_leaves_the_rotation_in_float32(after_a_forward):
+    model = sparse("llama", dense_layers=[1])
+    ids = tokens(1, 700)
+    if after_a_forward:
+        model(ids)
+    rotation = model.model._rotate(700, ids.device)
+    model = copy.deepcopy(model.to(torch.bfloat16))
+    assert all(map(torch.equal, model.model._rotation(700, ids.device), model.model._rotation(1024, ids.device)))
+    assert all(map(torch.equal, model.model._rotate(700, ids.device), rotation))
+    assert model(ids).logits.dtype == torch.bfloat16
+
+
 def test_low_rank_adapters_on_all_linear_layers():
     peft = pytest.importorskip("peft")
     model = sparse("llama", dense_layers=[1])
@@ -554,6 +568,8 @@ def test_calls_that_cannot_be_are_refused():
             model(ids, attention_mask=torch.ones(1, 64), cache=static)
     with pytest.raises(ValueError, match=r"^output_attentions = True: must be False in a sparse model"):
         model(ids, output_attentions=True)
+    with pytest.raises(ValueError, match=r"^is_causal = False: must be True in a sparse model"):
+        model(ids, is_causal=False)
     with pytest.raises(ValueError, match=r"^cache: must be made for the model"):
         model(ids, cache=DynamicCache())
     with torch.no_grad(), pytest.raises(ValueError, match=r"^cache: of NSAConfig.*topk=4.*must be .*topk=6"):
@@ -576,8 +592,6 @@ def test_heads_that_tensor_parallelism_would_cut_are_refused():
 
 
 def test_a_layer_with_context_parallelism_is_refused():
-    with pytest.raises(ValueError, match=r"^is_causal = False: must be True in a sparse model"):
-        model(ids, is_causal=False)
     model = sparse("llama")
     model.model.layers[1].self_attn.context_parallel = nsa.parallel.ContextParallel()
     with pytest.raises(ValueError, match=r"^context_parallel: must be None in a model of nsa\.hf$"):

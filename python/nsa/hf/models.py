@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -524,6 +524,15 @@ class _SparseModel(_Sparse):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": None}  # recomputed, so not pickled
 
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Rotation stays float32 in a model that `to` or `bfloat16` casts, as in one that is loaded in that type."""
+        before = dict(self.rotary_emb.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            if (cast := getattr(self.rotary_emb, name)).dtype != buffer.dtype and not buffer.is_meta:
+                setattr(self.rotary_emb, name, buffer.to(cast.device))
+        return self
 
 def _sparse_layers(cache: Cache | None) -> list[Any]:
     return [] if cache is None else [layer for layer in cache.layers if hasattr(layer, "step")]
