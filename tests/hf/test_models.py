@@ -413,6 +413,14 @@ def test_flattened_sequences_are_each_alone(name, offsets):
     assert max((together[n] - g).abs().max() for n, g in alone.items()) < 1e-5 * largest
 
 
+def test_offsets_may_lead_over_several_rows():
+    model = sparse("llama", dense_layers=[1])
+    ids, offsets = tokens(2, 40), torch.tensor([0, 30, 80], dtype=torch.int32)
+    logits = model(ids, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets).logits.flatten(0, 1)
+    for row, given in zip(ids.flatten().split([30, 50]), logits.split([30, 50]), strict=True):
+        assert error(given, model(row[None]).logits[0]) < 1e-5
+
+
 @pytest.mark.parametrize("after_a_forward", [False, True])
 def test_a_cast_leaves_the_rotation_in_float32(after_a_forward):
     model = sparse("llama", dense_layers=[1])

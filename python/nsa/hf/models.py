@@ -69,6 +69,7 @@ from .._arguments import check_type
 from ..compression import CompressionFunction, initial_compression_weights
 from ..config import CompressionWeights
 from ..layer import NativeSparseAttention
+from ..rotary import rows_within
 from .configuration import (
     COLWISE,
     LAYER_TYPE,
@@ -375,9 +376,9 @@ class _SparseModel(_Sparse):
             raise ValueError(f"position_ids: {str(position_ids.dtype).removeprefix('torch.')}: must be integers")
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask: {tuple(attention_mask.shape)}: must be (B, S) or None")
-        if kwargs.get("output_attentions"):
         if kwargs.get("is_causal") is False:
             raise ValueError("is_causal = False: must be True in a sparse model")
+        if kwargs.get("output_attentions"):
             raise ValueError("output_attentions = True: must be False in a sparse model, which has output_nsa = True")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
@@ -403,7 +404,10 @@ class _SparseModel(_Sparse):
         self._rotate_by_axes(layout, axes, hidden_states, cache)
         dense: dict[str, Any] = {"position_embeddings": None}
         if self.config.dense_layers:
-            if position_ids is None and axes is None:
+            if position_ids is None and axes is None and layout.cu_seqlens is not None:
+                shape = hidden_states.shape[:2]  # given offsets may lead over several rows
+                position_ids = rows_within(layout.cu_seqlens, shape.numel())[0].view(shape)
+            elif position_ids is None and axes is None:
                 slots = 0 if cache is None else cache.get_seq_length()
                 position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + slots)[None]
             dense["attention_mask"] = create_causal_mask(
@@ -521,10 +525,6 @@ class _SparseModel(_Sparse):
         half = cos.shape[-1] // 2
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": None}  # recomputed, so not pickled
-
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Rotation stays float32 in a model that `to` or `bfloat16` casts, as in one that is loaded in that type."""
         before = dict(self.rotary_emb.named_buffers(recurse=False))
@@ -533,6 +533,10 @@ class _SparseModel(_Sparse):
             if (cast := getattr(self.rotary_emb, name)).dtype != buffer.dtype and not buffer.is_meta:
                 setattr(self.rotary_emb, name, buffer.to(cast.device))
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tables": None}  # recomputed, so not pickled
+
 
 def _sparse_layers(cache: Cache | None) -> list[Any]:
     return [] if cache is None else [layer for layer in cache.layers if hasattr(layer, "step")]
