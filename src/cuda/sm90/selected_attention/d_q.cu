@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
   if (should_fall_back(args.fallback)) return;
   const std::uint32_t ring = shared_address(memory);
   const std::uint32_t kept = ring + plan.slots * S::kSlotBytes;
-  auto& control = *reinterpret_cast<SelectedControl*>(memory + plan.slots * S::kSlotBytes + S::kMoreBytes);
+  auto& control = *reinterpret_cast<SelectedControl*>(memory + plan.slots * S::kSlotBytes + S::kOwnBytes);
   const Geometry& g = args.geometry;
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   init_control<S>(control);

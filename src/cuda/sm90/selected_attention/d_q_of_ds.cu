@@ -23,9 +23,9 @@ struct OwnEntries {
   int slot[EntryLanes::kMax];
 
   __device__ OwnEntries(const BackwardArgs& args, const GatherPlan& p, const SelectedTile& tile, int warp, int lane)
-      : lanes(p.together) {
-    const int number = lanes.query(lane), query = tile.first_query + warp * p.together + number;
-    const bool valid = number < p.together && query < tile.seq.q_len;
+      : lanes(p.reader_queries) {
+    const int number = lanes.query(lane), query = tile.first_query + warp * p.reader_queries + number;
+    const bool valid = number < p.reader_queries && query < tile.seq.q_len;
     const int row = tile.seq.q_begin + query;
 #pragma unroll
     for (int i = 0; i < EntryLanes::kMax; ++i) {
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(Shape<Dk, kKeys>::kThreads, 1)
     const OwnEntries own(args, plan, tile, warp, lane);
     // The pair's first row, its query of the warp's; made here, so that no register holds them between tiles.
     const int pair = 2 * (again(lane) / 4), number = plan.packing.by_heads.divide(pair);
-    const unsigned of_query = number < plan.together ? own.lanes.mask(number) : 0;
+    const unsigned of_query = number < plan.reader_queries ? own.lanes.mask(number) : 0;
     const int slice = tile.first_head / plan.packing.heads;
     const char* first_entry = stored.data +
                               stored.offset(plan.packing.heads, slice, 0, pair - number * plan.packing.heads) +

@@ -1,7 +1,7 @@
-// Attention of queries to the blocks selected for them, block by block, for groups of few heads: a query's own tile
-// would be mostly empty, and its blocks would be read for very few rows.
+// Selected attention, block-major: the forward for groups of few heads. There a query's own tile would be mostly empty,
+// and its blocks would be read for very few rows.
 //
-//   make_schedule     lists of the inverse index -> items: 64 keys of a block and some queries that chose it
+//   make_schedule     lists of the inverse index -> items: 64 keys of a block and some queries that selected it
 //                     (block_major_schedule.cu)
 //   attend_blocks     item -> for each of its query rows the attention to these keys alone: output and lse, a partial
 //   combine_partials  partials of a query head -> output and lse, in the order of its row of indices
@@ -30,7 +30,7 @@ constexpr int kMaxPartials = 128;  // of a query head
 
 /// Warpgroups of a thread block of attend_blocks, and such thread blocks on an SM.
 template <int Dk>
-inline constexpr int kGroups = Dk > 128 ? 3 : 2;
+inline constexpr int kWarpgroups = Dk > 128 ? 3 : 2;
 template <int Dk>
 inline constexpr int kResident = Dk > 128 ? 1 : 2;
 
@@ -42,7 +42,7 @@ struct Control {
 /// K and V of an item, and for each warpgroup Q of two tiles. Outputs overwrite Q.
 template <int Dk, int Dv>
 struct BlockMemory {
-  static constexpr int kK = kTileBytes<Dk>, kV = kTileBytes<Dv>, kControl = kK + kV + 2 * kGroups<Dk> * kK;
+  static constexpr int kK = kTileBytes<Dk>, kV = kTileBytes<Dv>, kControl = kK + kV + 2 * kWarpgroups<Dk> * kK;
   static constexpr int kBytes = kControl + sizeof(Control);
   static_assert(Dv <= Dk);
 
@@ -50,7 +50,7 @@ struct BlockMemory {
 
   __device__ std::uint32_t k() const { return base; }
   __device__ std::uint32_t v() const { return base + kK; }
-  __device__ std::uint32_t q(int group, int turn) const { return base + kK + kV + (2 * group + turn % 2) * kK; }
+  __device__ std::uint32_t q(int warpgroup, int turn) const { return base + kK + kV + (2 * warpgroup + turn % 2) * kK; }
 };
 
 /// Takes the items of a buffer for one thread block: numbers three items ahead, so that no thread waits for them. One
@@ -197,23 +197,23 @@ __device__ __forceinline__ int query_of(const BlockArgs& args, const BlockItem& 
 }
 
 enum class BlockMajorBarrier {
-  kGroup = 1,  // and on, one for each warpgroup
+  kWarpgroup = 1,  // and on, one for each warpgroup
 };
 
 /// A barrier of a warpgroup; a number that the compiler does not know would take all sixteen barriers.
 template <int kCount>
-__device__ __forceinline__ void sync_group(int group) {
-  if (group == 0) named_barrier_sync(BlockMajorBarrier::kGroup, 128, 0);
-  if (group == 1) named_barrier_sync(BlockMajorBarrier::kGroup, 128, 1);
-  if (kCount > 2 && group == 2) named_barrier_sync(BlockMajorBarrier::kGroup, 128, 2);
+__device__ __forceinline__ void sync_warpgroup(int warpgroup) {
+  if (warpgroup == 0) named_barrier_sync(BlockMajorBarrier::kWarpgroup, 128, 0);
+  if (warpgroup == 1) named_barrier_sync(BlockMajorBarrier::kWarpgroup, 128, 1);
+  if (kCount > 2 && warpgroup == 2) named_barrier_sync(BlockMajorBarrier::kWarpgroup, 128, 2);
 }
 
-/// A warpgroup's tiles of an item, whose keys and values are on their way: every kGroups-th. `query`, `next`: of the
-/// first two, then of those of the item that follows.
+/// A warpgroup's tiles of an item, whose keys and values are on their way: every kWarpgroups-th. `query`, `next`: of
+/// the first two, then of those of the item that follows.
 template <class T, int Dk, int Dv>
 __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& item, const BlockItem& following,
                                        const BlockMemory<Dk, Dv>& memory, std::uint32_t full, std::uint32_t phase,
-                                       int first_kv_head, int group, int& query, int& next) {
+                                       int first_kv_head, int warpgroup, int& query, int& next) {
   const SelectedArgs& call = args.selected;
   const int lane = threadIdx.x % 32, heads = call.geometry.group;
   const WarpRows rows(args.packing);
@@ -231,7 +231,7 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
     // In units of sixteen bytes (of a sequence: up to 64 GiB).
     const unsigned offset =
         query * static_cast<unsigned>(call.q.row / 8) + rows.head * static_cast<unsigned>(call.q.head / 8);
-    rows.for_vectors<Dk>(memory.q(group, turn), query < 0 ? -1 : static_cast<int>(offset),
+    rows.for_vectors<Dk>(memory.q(warpgroup, turn), query < 0 ? -1 : static_cast<int>(offset),
                          [&](int of_row, std::uint32_t to, int column) {
                            copy16(to, q + static_cast<std::int64_t>(static_cast<unsigned>(of_row)) * 8 + column,
                                   of_row != -1);
@@ -242,22 +242,23 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
   const auto next_tile = [&] {
     wait_copies<0>();
     fence_async();
-    sync_group<kGroups<Dk>>(group);
+    sync_warpgroup<kWarpgroups<Dk>>(warpgroup);
   };
   copy_rows(0, query);
   Entries entries;
   entries.fetch(indices_of(query), left, query >= 0);
-  const int then[2] = {query_of(args, following, rows, group), query_of(args, following, rows, group + kGroups<Dk>)};
+  const int then[2] = {query_of(args, following, rows, warpgroup),
+                       query_of(args, following, rows, warpgroup + kWarpgroups<Dk>)};
   mbarrier_wait_warp(full, phase);
   next_tile();
 #pragma unroll 1
-  for (int tile = group, turn = 0; tile * args.packing.queries < item.count; tile += kGroups<Dk>, ++turn) {
+  for (int tile = warpgroup, turn = 0; tile * args.packing.queries < item.count; tile += kWarpgroups<Dk>, ++turn) {
     float s[32];
-    gemm_ss<T, Dk, 64>(s, descriptor(memory.q(group, turn), 16), 64, k, 64);
+    gemm_ss<T, Dk, 64>(s, descriptor(memory.q(warpgroup, turn), 16), 64, k, 64);
     copy_rows(turn + 1, next);
     const bool valid = query >= 0;
     const int own_limit = min(valid ? item.shift + query - item.first_key : 63, item.keys - 1);
-    const int after = query_of(args, item, rows, tile + 2 * kGroups<Dk>);
+    const int after = query_of(args, item, rows, tile + 2 * kWarpgroups<Dk>);
     wgmma_wait<0>();
     if (call.scale < 0) {
 #pragma unroll
@@ -292,9 +293,9 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
       const int of_row = __shfl_sync(0xffffffffu, partial, lane / 4 + 8 * i);
       if (lane % 4 == 0 && of_row >= 0) args.lse[of_row] = lse[i];
     }
-    stage_rows<T, Dv>(memory.q(group, turn), o);
+    stage_rows<T, Dv>(memory.q(warpgroup, turn), o);
     __syncwarp();
-    rows.for_vectors<Dv>(memory.q(group, turn), partial, [&](int of_row, std::uint32_t from, int column) {
+    rows.for_vectors<Dv>(memory.q(warpgroup, turn), partial, [&](int of_row, std::uint32_t from, int column) {
       const uint4 vector = load_uint4(from);
       if (of_row >= 0)
         __stcs(
@@ -308,7 +309,7 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
 
 /// The partials of a buffer, the one number `planned` of those that are planned.
 template <class T, int Dk, int Dv>
-__global__ void __launch_bounds__(kGroups<Dk> * 128, kResident<Dk>)
+__global__ void __launch_bounds__(kWarpgroups<Dk> * 128, kResident<Dk>)
     attend_blocks(const __grid_constant__ BlockArgs args, const __grid_constant__ CUtensorMap k_map,
                   const __grid_constant__ CUtensorMap v_map, int planned, int first_kv_head) {
   if (should_fall_back(args.selected.fallback)) return;
@@ -321,7 +322,7 @@ __global__ void __launch_bounds__(kGroups<Dk> * 128, kResident<Dk>)
     mbarrier_init(full, 1);
     fence_mbarrier_init();
   }
-  const int warp = warp_uniform(threadIdx.x / 32), group = warp / 4;
+  const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4;
   ItemTaker taker(args, planned, warp == 0);
   if (warp == 0) {
     for (int i = 0; i < 2; ++i) {
@@ -331,15 +332,16 @@ __global__ void __launch_bounds__(kGroups<Dk> * 128, kResident<Dk>)
   }
   __syncthreads();
   const WarpRows rows(args.packing);
-  int query = query_of(args, control.items[0], rows, group),
-      next = query_of(args, control.items[0], rows, group + kGroups<Dk>);
+  int query = query_of(args, control.items[0], rows, warpgroup),
+      next = query_of(args, control.items[0], rows, warpgroup + kWarpgroups<Dk>);
 #pragma unroll 1
   for (int n = 0;; ++n) {
     const BlockItem& item = control.items[n % 3];
     if (item.count == 0) return;
     if (threadIdx.x == 0) load_keys(k_map, v_map, memory, item, full);
     if (warp == 0) taker.fetch();
-    attend<T, Dk, Dv>(args, item, control.items[(n + 1) % 3], memory, full, n & 1, first_kv_head, group, query, next);
+    attend<T, Dk, Dv>(args, item, control.items[(n + 1) % 3], memory, full, n & 1, first_kv_head, warpgroup, query,
+                      next);
     if (warp == 0) taker.put(control.items[(n + 2) % 3]);
     __syncthreads();  // everybody is done with the item
   }
@@ -472,8 +474,8 @@ cudaError_t launch_selected_block_major<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>
     if (error == cudaSuccess) error = make_schedule(args, first, count, stream);
     for (int i = 0; i < count && error == cudaSuccess; ++i) {
       const int first_kv_head = (first + i) / buffers.by_rows * buffers.kv_heads;
-      error = launch(attend_blocks<NSA_ELEMENT, Dk, Dv>, blocks, kGroups<Dk> * 128, BlockMemory<Dk, Dv>::kBytes, stream,
-                     args, k_map, v_map, i, first_kv_head);
+      error = launch(attend_blocks<NSA_ELEMENT, Dk, Dv>, blocks, kWarpgroups<Dk> * 128, BlockMemory<Dk, Dv>::kBytes,
+                     stream, args, k_map, v_map, i, first_kv_head);
       if (error == cudaSuccess)
         error = launch(combine_partials<NSA_ELEMENT, Dv>, sums, 256, 0, stream, args, first + i);
     }

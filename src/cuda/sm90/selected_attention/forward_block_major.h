@@ -1,4 +1,4 @@
-// Selected attention block by block (forward_block_major.cu): its arguments, its buffers and what it takes.
+// Selected attention, block-major (forward_block_major.cu): arguments, work items and the size of its buffers.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ struct BlockMajorArgs {
   void* scratch;  // QueryBuffers::bytes()
 };
 
-/// 64 keys of a block of one KV head, and queries that chose it.
+/// 64 keys of a block of one KV head, and queries that selected it.
 struct alignas(16) BlockItem {
   const int* list;  // the queries
   int count;        // of them; 0: there is no more work
@@ -33,8 +33,8 @@ struct BlockQueue {
   int next, end;
 };
 
-/// A buffer is some query rows (of all sequences, one behind the other) and KV heads: what every chosen block gives to
-/// its queries is kept for one buffer at a time.
+/// A buffer is some query rows (of all sequences, one behind the other) and KV heads. The scratch holds the partials of
+/// one buffer at a time; a partial is the attention of a query row to one key tile: output and lse.
 struct QueryBuffers {
   static constexpr std::int64_t kPartials = 1 << 20;  // of a buffer, unless a query has more
   static constexpr std::int64_t kPlanned = 1 << 20;   // items that are planned at once, unless a buffer has more

@@ -1,8 +1,8 @@
-// Attention of queries to the blocks selected for them. How blocks reach the warps: gather_pipeline.cuh.
+// Selected attention, query-major: the forward. How blocks reach the warps: gather_pipeline.cuh.
 //
-// A warp keeps its sixteen query rows as fragments in registers, beside the softmax and the output of these rows. Per
-// tile of 64 keys (32 where blocks have 32): scores from the K slot, which is then free; softmax; outputs from the V
-// slot. The keys of a query come in the order of its tile's union.
+// A warp keeps its sixteen query rows as fragments in registers, with the softmax state and the output of these rows.
+// Per tile of 64 keys (32 where blocks have 32): scores from the K slot, which is then released; softmax; outputs from
+// the V slot. The keys of a query come in the order of its tile's union.
 #include "cuda/common/fallback.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/sm90/selected_attention/gather_pipeline.cuh"
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
       key_sums<T, Dv, kKeys>(state.acc, p, values.tile, 0, lane);
       consumer_release(lane, values);
     });
-    const SelectedTile same(plan, g, again(index));
+    const SelectedTile same(plan, g, again(index));  // computed twice: kept over the loop it costs registers
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       store_row<T>(args, same, SelectedRow(plan, g, same, warp, lane / 4 + 8 * i), state, i, lane);

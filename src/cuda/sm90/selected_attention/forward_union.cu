@@ -1,11 +1,11 @@
-// Attention of queries to the blocks selected for them, by tiles of neighbouring queries over the union of their
-// blocks: faster than query-major where neighbours choose alike (loop_order.h). How blocks reach the warpgroups:
-// gather_pipeline.cuh.
+// Selected attention over unions of neighbouring queries' blocks: the forward. Faster than query-major where neighbours
+// select alike (loop_order.h). How blocks reach the warpgroups: gather_pipeline.cuh.
 //
 // A computing warpgroup owns 64 query rows: the heads of a group for four or eight queries. It visits the blocks that
-// one of these queries chose, by wgmma: S(i) = Q K(i)^T is issued, then O += P(i-1) V(i-1); both run while the softmax
-// of S(i) waits only for the former. In a block that a query did not choose its rows have P = 0. Three warpgroups share
-// the ring, which is filled once per block of the union of their queries' lists. Blocks of 32 come in pairs.
+// one of these queries selected, by wgmma: S(i) = Q K(i)^T is issued, then O += P(i-1) V(i-1); both run while the
+// softmax of S(i) waits only for the former. In a block that a query did not select its rows have P = 0. Three
+// warpgroups share the ring, which is filled once per block of the union of their queries' lists. Blocks of 32 come in
+// pairs.
 #include "cuda/common/fallback.cuh"
 #include "cuda/sm90/common/epilogue.cuh"
 #include "cuda/sm90/common/forward_pipeline.cuh"
@@ -14,16 +14,17 @@
 namespace nsa::cuda::sm90::selected_attention {
 namespace {
 
-constexpr int kGroups = kUnionGroups;
+constexpr int kWarpgroups = kUnionWarpgroups;
 constexpr int kKeys = 64;  // of a tile
 
 struct QueryBarriers {
-  std::uint64_t full[kGroups], empty[kGroups], unused[2];
+  std::uint64_t full[kWarpgroups], empty[kWarpgroups], unused[2];
 };
 
 /// In front of the ring the queries of the warpgroups, behind it their barriers.
 template <int Dk, int Dv, int kBlocks>
-using Shape = SelectedShape<Dk, Dv, kKeys, 4 * kGroups, kGroups * kTileBytes<Dk> + sizeof(QueryBarriers), 4, kBlocks>;
+using Shape =
+    SelectedShape<Dk, Dv, kKeys, 4 * kWarpgroups, kWarpgroups * kTileBytes<Dk> + sizeof(QueryBarriers), 4, kBlocks>;
 
 /// A warpgroup's way through a union: the tiles of keys that one of its queries uses.
 template <class Shape>
@@ -31,18 +32,18 @@ class UnionWalk {
  public:
   static constexpr unsigned kEnd = ~0u;
 
-  __device__ __forceinline__ UnionWalk(SelectedControl& control, const GatherPlan& plan, int buffer, int group)
-      : control_(control), plan_(plan), buffer_(buffer), group_(group), next_(link(control.head[buffer])) {}
+  __device__ __forceinline__ UnionWalk(SelectedControl& control, const GatherPlan& plan, int buffer, int warpgroup)
+      : control_(control), plan_(plan), buffer_(buffer), warpgroup_(warpgroup), next_(link(control.head[buffer])) {}
 
-  /// The number of the next tile in the union, and from bit 16 on its users: bit q the group's query q; where tiles
-  /// have two blocks, from bit 24 on those of the second one. kEnd: there is none. The same in all warps of the group.
+  /// The number of the next tile in the union, and from bit 16 on its users: bit q the warpgroup's query q; where tiles
+  /// have two blocks, from bit 24 on those of the second one. kEnd: there is none. The same in all its warps.
   __device__ __forceinline__ unsigned next() {
     if (kBlocks == 1 && plan_.tiles_per_block == 2 && (last_ & 1) == 0) return ++last_;
     if (next_ == SelectedControl::kNoLink) return last_ = kEnd;
     const uint2* all = control_.users(plan_, buffer_) + next_ * kBlocks;
     const uint2 first = all[0];
-    unsigned users = users_of_reader(plan_, {first.x, 0}, group_);
-    if constexpr (kBlocks == 2) users |= users_of_reader(plan_, {all[1].x, 0}, group_) << 8;
+    unsigned users = users_of_reader(plan_, {first.x, 0}, warpgroup_);
+    if constexpr (kBlocks == 2) users |= users_of_reader(plan_, {all[1].x, 0}, warpgroup_) << 8;
     last_ = warp_uniform(users << 16 | next_ * plan_.tiles_per_block);
     next_ = link(first.y);
     return last_;
@@ -65,12 +66,12 @@ class UnionWalk {
   static constexpr int kBlocks = Shape::kTileBlocks;
 
   __device__ __forceinline__ unsigned link(unsigned links) const {
-    return warp_uniform(links >> group_ * SelectedControl::kLinkBits & SelectedControl::kNoLink);
+    return warp_uniform(links >> warpgroup_ * SelectedControl::kLinkBits & SelectedControl::kNoLink);
   }
 
   SelectedControl& control_;
   const GatherPlan& plan_;
-  int buffer_, group_;
+  int buffer_, warpgroup_;
   unsigned next_, last_ = kEnd;
 };
 
@@ -92,17 +93,18 @@ __device__ __forceinline__ void attend(const SelectedArgs& args, const GatherPla
                                        QueryBarriers& query_barriers, std::uint32_t queries, std::uint32_t ring) {
   constexpr int kBlocks = S::kTileBlocks, kBoxKeys = S::kBoxKeys;
   const Geometry& g = args.geometry;
-  const int warp = warp_uniform(threadIdx.x / 32), group = warp / 4, lane = threadIdx.x % 32;
+  const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4, lane = threadIdx.x % 32;
   const float scale = positive_scale(args.scale);
-  const std::uint32_t q = descriptor(queries + group * kTileBytes<Dk>, 16);
-  // Which of the group's queries the two rows of a lane belong to.
-  const auto query_of = [&](int i) { return (2 * (warp % 4) + i) * plan.together / 8; };
+  const std::uint32_t q = descriptor(queries + warpgroup * kTileBytes<Dk>, 16);
+  // Which of the warpgroup's queries the two rows of a lane belong to.
+  const auto query_of = [&](int i) { return (2 * (warp % 4) + i) * plan.reader_queries / 8; };
   SelectedReader<S> reader(control, ring, plan);
 
   for_tiles(plan, g, [&](const SelectedTile& tile, int index, int buffer, std::uint32_t phase) {
-    const int position = warp_uniform(tile.seq.position(tile.first_query + group * plan.together));  // of the first one
+    const int position =
+        warp_uniform(tile.seq.position(tile.first_query + warpgroup * plan.reader_queries));  // of the first one
     mbarrier_wait_warp(shared_address(&control.union_full[buffer]), phase);
-    UnionWalk<S> walk(control, plan, buffer, group);
+    UnionWalk<S> walk(control, plan, buffer, warpgroup);
     RowSoftmax<kKeys> softmax;
     float o[Dv / 2];
 #pragma unroll
@@ -174,11 +176,11 @@ __device__ __forceinline__ void attend(const SelectedArgs& args, const GatherPla
     };
 
     const auto release_queries = [&] {
-      if (lane == 0) mbarrier_arrive(shared_address(&query_barriers.empty[group]));
+      if (lane == 0) mbarrier_arrive(shared_address(&query_barriers.empty[warpgroup]));
     };
     unsigned next = walk.next();
     const unsigned tiles = walk.tiles();
-    mbarrier_wait_warp(shared_address(&query_barriers.full[group]), buffer);
+    mbarrier_wait_warp(shared_address(&query_barriers.full[warpgroup]), buffer);
     if (next == walk.kEnd) release_queries();
 #pragma unroll 1
     while (next != walk.kEnd) {
@@ -228,10 +230,10 @@ __device__ __forceinline__ void attend(const SelectedArgs& args, const GatherPla
     }
     reader.leave(buffer, control.size[buffer]);
 
-    const SelectedTile same(plan, g, again(index));
+    const SelectedTile same(plan, g, again(index));  // computed twice: kept over the loop it costs registers
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int number = query_of(i), query = same.first_query + group * plan.together + number;
+      const int number = query_of(i), query = same.first_query + warpgroup * plan.reader_queries + number;
       const int head =
           same.kv_head * g.group + same.first_head + (warp % 4 * 16 + lane / 4 + 8 * i) - number * plan.packing.heads;
       const float sum = row_sum(softmax.sum[i]);
@@ -253,12 +255,12 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kBlocks>::kThreads, 1)
   extern __shared__ __align__(1024) char memory[];
   if (should_fall_back(args.fallback)) return;
   if (!any_takes(plan, args.geometry)) return;
-  constexpr int kRing = kGroups * kTileBytes<Dk>;
+  constexpr int kRing = kWarpgroups * kTileBytes<Dk>;
   const std::uint32_t queries = shared_address(memory), ring = queries + kRing;
   auto& barriers = *reinterpret_cast<QueryBarriers*>(memory + kRing + plan.slots * S::kSlotBytes);
   auto& control = *reinterpret_cast<SelectedControl*>(&barriers + 1);
   const Geometry& g = args.geometry;
-  if (threadIdx.x < kGroups) {
+  if (threadIdx.x < kWarpgroups) {
     mbarrier_init(shared_address(&barriers.full[threadIdx.x]), 1);
     mbarrier_init(shared_address(&barriers.empty[threadIdx.x]), 4);
   }
@@ -272,9 +274,9 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kBlocks>::kThreads, 1)
   warpgroup_reg_dealloc<S::kProducerRegisters>();
   const auto for_boxes = [&](const SelectedTile& tile, const auto& body) {
 #pragma unroll 1
-    for (int group = 0; group < kGroups; ++group)
-      body(group, tile.kv_head * g.group + tile.first_head, tile.seq.q_begin + tile.first_query + group * plan.together,
-           tile.seq.batch);
+    for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup)
+      body(warpgroup, tile.kv_head * g.group + tile.first_head,
+           tile.seq.q_begin + tile.first_query + warpgroup * plan.reader_queries, tile.seq.batch);
   };
   produce<S>(
       control, ring, plan, g, args.indices, k_map, v_map, threadIdx.x - S::kWarps * 32,
@@ -289,13 +291,13 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kBlocks>::kThreads, 1)
         if (thread >= 32) return;
         __syncwarp();
         if (elect_one())
-          for_boxes(tile, [&](int group, int head, int row, int batch) {
-            const std::uint32_t full = shared_address(&barriers.full[group]);
-            mbarrier_wait(shared_address(&barriers.empty[group]), buffer ^ 1);
+          for_boxes(tile, [&](int warpgroup, int head, int row, int batch) {
+            const std::uint32_t full = shared_address(&barriers.full[warpgroup]);
+            mbarrier_wait(shared_address(&barriers.empty[warpgroup]), buffer ^ 1);
             mbarrier_arrive_expect_tx(full, kTileBytes<Dk>);
 #pragma unroll
             for (int column = 0; column < Dk; column += 64)
-              tma_load(queries + group * kTileBytes<Dk> + column * 128, q_map, column, head, row, batch, full);
+              tma_load(queries + warpgroup * kTileBytes<Dk> + column * 128, q_map, column, head, row, batch, full);
           });
         __syncwarp();
       });

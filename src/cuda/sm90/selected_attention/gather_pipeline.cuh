@@ -1,16 +1,20 @@
-// What the kernels of selected attention on Hopper share: everything but the arithmetic.
+// Selected attention on Hopper, query-major and over unions: the overview, and how a consumer reads the ring. Read it
+// with docs/design/selected_attention.md, then gather_plan.cuh (tiles, shared memory), gather_producers.cuh (builders
+// and copier) and a kernel: forward_query_major.cu is the shortest. Below query-major is described; over unions a
+// consumer is a warpgroup (forward_union.cu).
 //
 // A thread block (one per SM, persistent) works on tiles of neighbouring queries of one KV head. Each of its kWarps
 // consumer warps owns sixteen rows: the heads of a query, or those of several queries where a group is small. It
-// visits only blocks that one of its own queries chose, with mma.sync fed by ldmatrix, so no product is wasted. What
-// the queries of a tile choose overlaps, so all warps read from one ring of slots in shared memory, which is filled
-// once per block of the union of their lists.
+// visits only blocks that one of its own queries selected, with mma.sync fed by ldmatrix, so no product is wasted. The
+// lists of a tile's queries overlap, so all warps read from one ring of slots in shared memory. It is filled once per
+// block of the union of the lists.
 //
-//   builders (3 warps)   indices of tile i + 1 -> union: blocks and who uses them   `union_full`, `union_empty`: two
+//   builders (3 warps)   indices of tile i + 1 -> union: blocks and their users     `union_full`, `union_empty`: two
 //   copier (one thread)  union -> ring, by TMA: K, V, K, V, ...         `full`, `empty`: slots
 //   consumers            ring -> products in registers; they never wait for each other
 //
-// gather_plan.cuh has what all of them share, gather_producers.cuh the first two.
+// A slot holds K or V of one key tile: 64 keys, or 32 where blocks have 32 (over unions two blocks of 32). A fill is
+// one load of a slot.
 //
 // Order of the union: blocks appear by the lowest rank that one of their users gives them (its position in the row of
 // indices). So each stretch of the ring holds work for every warp, and neighbours, whose lists are alike, stay close.
@@ -50,8 +54,8 @@ class SelectedReader {
   __device__ SelectedReader(SelectedControl& control, std::uint32_t ring, const GatherPlan& plan)
       : control_(control), ring_(ring), plan_(plan) {}
 
-  /// body(first key, which of the warp's queries chose its block, slot of keys, slot of values) for the tiles of the
-  /// blocks that a warp uses. They come in a buffer of unions, `phase` of its `union_full` phase.
+  /// Calls body(first key, users, slot of keys, slot of values) for each key tile that this warp uses. Bit q of users:
+  /// the warp's query q selected the block. `buffer` holds the union, `phase` is that of its `union_full` barrier.
   template <class Body>
   __device__ __forceinline__ void for_keys(int buffer, std::uint32_t phase, int warp, int lane, const Body& body) {
     for_tiles_of_keys(buffer, phase, warp, lane, [&](int key, unsigned users, unsigned position) {
@@ -59,8 +63,8 @@ class SelectedReader {
       body(key, users, keys, values);
     });
   }
-  /// The same with the position of the tile's first fill, whose slot is to be asked for when the ones before have been
-  /// given back.
+  /// The same with the position of the tile's first fill in place of slots. Call at(position) only after the slots
+  /// before it are released: the copier may be waiting for them.
   template <class Body>
   __device__ __forceinline__ void for_tiles_of_keys(int buffer, std::uint32_t phase, int warp, int lane,
                                                     const Body& body) {
@@ -87,22 +91,25 @@ class SelectedReader {
     leave(buffer, size);
   }
 
-  /// The position of a tile of keys of the union at work.
+  // Fills of a union: K0 V0 K1 V1 ...; with kLateValues K0 K1 V0 K2 V1 ... K(n-1) V(n-2) V(n-1).
+
+  /// Position of the keys of a key tile of the current union.
   __device__ __forceinline__ unsigned position(unsigned tile) const {
     if (!Shape::kLateValues) return base_ + Shape::kFills * tile;
     return base_ + 2 * tile - (tile > 0);
   }
-  /// The same of its values.
+  /// Position of its values; `tiles`: n.
   __device__ __forceinline__ unsigned values_position(unsigned tile, unsigned tiles) const {
     if (!Shape::kLateValues) return base_ + 2 * tile + 1;
     return base_ + 2 * tile + 1 + (tile + 1 < tiles);
   }
-  /// The union at work has `size` blocks, and every lane has read it.
+  /// Releases the current union, which has `size` blocks. Every lane has read it.
   __device__ __forceinline__ void leave(int buffer, int size) {
     mbarrier_arrive(shared_address(&control_.union_empty[buffer]));
     base_ += Shape::kFills * plan_.tiles_per_block * static_cast<unsigned>(size / Shape::kTileBlocks);
   }
 
+  /// The slot of a fill that may not have been issued yet.
   __device__ __forceinline__ SelectedSlot at(unsigned position) {
     // The earlier fill with the same barrier must be over: a fill that reuses its slot has been issued.
     while (static_cast<int>(position - issued_) > kFullBarriers - plan_.slots - 1)
@@ -122,7 +129,7 @@ class SelectedReader {
   SelectedControl& control_;
   std::uint32_t ring_;
   const GatherPlan& plan_;
-  unsigned base_ = 0;    // position of the tile's first fill
+  unsigned base_ = 0;    // position of the current union's first fill
   unsigned issued_ = 0;  // number of fills that are known to be issued
 };
 
@@ -178,13 +185,13 @@ __device__ __forceinline__ void pack_keys(std::uint32_t (&p)[N / 2][4], const fl
   for (int k = 0; k < N / 2; ++k) operand_a<T>(p[k], s, k);
 }
 
-/// What the two rows of a lane see.
+/// The last visible key of each of a lane's two rows.
 class SelectedLimits {
  public:
   __device__ SelectedLimits(const GatherPlan& p, const SelectedTile& tile, int warp, int lane)
-      : position_(tile.seq.position(tile.first_query + warp * p.together)),
-        low_(min(p.packing.by_heads.divide(lane / 4), p.together - 1)),
-        high_(min(p.packing.by_heads.divide(lane / 4 + 8), p.together - 1)) {}
+      : position_(tile.seq.position(tile.first_query + warp * p.reader_queries)),
+        low_(min(p.packing.by_heads.divide(lane / 4), p.reader_queries - 1)),
+        high_(min(p.packing.by_heads.divide(lane / 4 + 8), p.reader_queries - 1)) {}
 
   /// Keys key ... key + limit of a block that `users` of the warp's queries use are visible to row i.
   __device__ int limit(int i, unsigned users, int key) const {
@@ -194,7 +201,7 @@ class SelectedLimits {
 
  private:
   int position_;    // of the warp's first query
-  int low_, high_;  // which of its queries the rows are; of rows that are none no matter what
+  int low_, high_;  // which of its queries the rows are; any value for rows without a query
 };
 
 /// f(n, i) for the elements of C fragments (8 * N keys) that are not visible, if there are any.
@@ -210,8 +217,8 @@ __device__ __forceinline__ void hide_keys(const SelectedLimits& limits, unsigned
       if (n * 8 + 2 * (lane & 3) + i % 2 > limit[i / 2]) hide(n, i);
 }
 
-/// Tensor maps of keys and values, and a launch on as many thread blocks as there are SMs. `more`: what the kernel
-/// takes beside them.
+/// Tensor maps of keys and values, and a launch on as many thread blocks as there are SMs. `more`: further arguments
+/// of the kernel.
 template <class Shape, class Args, class... More>
 cudaError_t launch_selected(void (*kernel)(Args, GatherPlan, CUtensorMap, CUtensorMap, More...), const Args& args,
                             cudaStream_t stream, const LoopOrder& loop_order = {}, bool alternative = false,

@@ -1,4 +1,5 @@
-// How the kernels of selected attention cut a call into tiles, and what their warps share: see gather_pipeline.cuh.
+// How query-major kernels and unions cut a call into tiles, and what their warps share in shared memory. Overview:
+// gather_pipeline.cuh.
 #pragma once
 
 #include <algorithm>
@@ -12,39 +13,45 @@
 namespace nsa::cuda::sm90::selected_attention {
 
 inline constexpr int kBuilders = 96, kProducers = 128;  // threads
-inline constexpr int kUnionGroups = 3;                  // computing warpgroups of selected_union
+inline constexpr int kUnionWarpgroups = 3;              // computing warpgroups of selected_union
 inline constexpr int kFullBarriers = 512, kMaxSlots = 32;
-inline constexpr int kSharedBytes = 16 << 20;  // keys and values of all heads that may be in use at once
-inline constexpr int kMaxEntries = 1024;       // of the lists of a tile, unless sixteen rows are one query
+inline constexpr int kL2Bytes = 16 << 20;  // keys and values of all heads up to which L2 is taken to hold them
+inline constexpr int kMaxEntries = 1024;   // of the lists of a tile, unless sixteen rows are one query
 
-/// How a call is cut into tiles, and how shared memory is.
+/// How a call is cut into tiles, and the layout of shared memory. A tile is `queries` neighbouring queries for the
+/// heads of one group, or sixteen of them. A reader is a warp (query-major) or a warpgroup (unions).
 struct GatherPlan {
-  int block_size, topk, tiles_per_block;  // keys of a block; entries of a list; key tiles of a block
-  HeadPacking packing;                    // the heads of a query in a warp's sixteen rows; slices of a group
-  int together, queries;                  // queries of a reader, of a tile
-  int tiles, total;                       // per sequence and slice, an upper bound; in all
-  bool longest_first;                     // in the order of the tiles: see SelectedTile
-  int inner;                              // tiles that follow each other: of one head, or of all heads
-  int entries;                            // of the lists of a tile, rounded up to 32
-  int table_bits;  // of the builders' hash table: 2^table_bits slots, half of them empty at least
-  int slots;       // of the ring
-  int memory;      // bytes of shared memory
+  int block_size;       // l'
+  int topk;             // entries of a row of indices
+  int tiles_per_block;  // key tiles of a block
+  HeadPacking packing;  // the heads of a query in a warp's sixteen rows; slices of a group
+  int reader_queries;   // queries of a reader
+  int queries;          // queries of a tile
+  int tiles;            // tiles of a sequence and slice, an upper bound
+  int total;            // tiles of the call
+  bool longest_first;   // order of the tiles: see SelectedTile
+  int inner;            // tiles that follow each other: of one head, or of all heads
+  int entries;          // entries of the lists of a tile, rounded up to 32
+  int table_bits;       // the builders' hash table has 2^table_bits slots, at least half of them empty
+  int slots;            // slots of the ring
+  int memory;           // bytes of dynamic shared memory
   FastDivmod by_queries, by_slots;
-  LoopOrder loop_order;  // tiles of those that take the other order are left out
+  LoopOrder loop_order;  // tiles of sequences and heads that take the other order are left out
   bool alternative;      // this kernel is the alternative of the two orders
 };
 
-/// In shared memory behind the ring and what a kernel has of its own.
+/// Bookkeeping in shared memory, behind the ring and the kernel's own bytes. The arrays that follow it are listed
+/// below.
 struct SelectedControl {
   std::uint64_t full[kFullBarriers], empty[kMaxSlots], union_full[2], union_empty[2];
-  int size[2];       // blocks of a union
-  unsigned head[2];  // where the ways of its readers begin, as `links`
-  unsigned issued;
+  int size[2];       // blocks of the union in each buffer
+  unsigned head[2];  // the first fill of each reader, as links (below)
+  unsigned issued;   // number of issued fills
   unsigned unused;
   // Then arrays of plan.entries:
   //   uint2 users[2]             bit q: query q of the tile uses the block. Where readers are warpgroups, which have
-  //                              at most 24 queries together, the second word is their links
-  //   int block[2]               and, from bit kIdleShift on, how many warps do not use its fill
+  //                              at most 24 queries, the second word is their links
+  //   int block[2]               the block and, from bit kIdleShift on, how many warps do not use its fill
   //   int wanted                 what the lists say: block or -1; entry number = rank * queries + query
   //   unsigned first             (entries / 32) bit e: entry e is the first one of its block
   //   unsigned table             (2^table_bits) the first entry of a block, kNone: free
@@ -72,19 +79,23 @@ struct SelectedControl {
   }
 };
 
-/// What a kernel knows when compiled: head dims (Dv = 0: it needs no values), keys of a tile, consumer warps, bytes of
-/// shared memory that it needs for itself, a multiple of 16, the warps of a reader, which goes through the ring by
-/// itself (a warp or a warpgroup), and the blocks of a tile: two where blocks are half as long as tiles.
-template <int Dk, int Dv, int kTileKeys, int kConsumers, int kMore = 0, int kWarpsOfReader = 1, int kBlocksOfTile = 1>
+/// Compile-time sizes of a kernel.
+///   Dk, Dv          head dims; Dv = 0: the ring has no values
+///   kTileKeys       keys of a key tile
+///   kConsumers      consumer warps
+///   kOwn            bytes of shared memory that only this kernel uses, a multiple of 16
+///   kWarpsOfReader  1 or 4: a reader is a warp or a warpgroup
+///   kBlocksOfTile   2 where selected blocks are half as long as key tiles, else 1
+template <int Dk, int Dv, int kTileKeys, int kConsumers, int kOwn = 0, int kWarpsOfReader = 1, int kBlocksOfTile = 1>
 struct SelectedShape {
   static constexpr int kKeyDim = Dk, kValueDim = Dv, kKeys = kTileKeys;
   static constexpr int kTileBlocks = kBlocksOfTile, kBoxKeys = kKeys / kTileBlocks;  // of a block in a tile
   static constexpr int kReaderWarps = kWarpsOfReader, kReaders = kConsumers / kReaderWarps;
   static constexpr int kFills = Dv > 0 ? 2 : 1;  // of the ring for a tile
-  // Values follow the keys of the next tile in the ring: a warpgroup multiplies them while it has those.
+  // In the ring values follow the keys of the next tile: a warpgroup issues S of that tile before PV of this one.
   static constexpr bool kLateValues = kReaderWarps > 1;
   static constexpr int kWarps = kConsumers, kThreads = kWarps * 32 + kProducers;
-  static constexpr int kSlotBytes = kKeys * (Dk > Dv ? Dk : Dv) * 2, kMoreBytes = kMore;
+  static constexpr int kSlotBytes = kKeys * (Dk > Dv ? Dk : Dv) * 2, kOwnBytes = kOwn;
   // Registers: together those that the threads have at the launch.
   static_assert(kWarps == 8 || kWarps == 12 || kWarps == 16);
   static constexpr int kConsumerRegisters = kReaderWarps > 1 ? 152 : kWarps == 16 ? 112 : kWarps == 12 ? 160 : 224;
@@ -104,17 +115,17 @@ GatherPlan make_gather_plan(const Geometry& g, int topk, int block_size) {
   p.topk = topk;
   p.tiles_per_block = block_size / Shape::kBoxKeys;
   p.packing = HeadPacking(g.group);
-  p.together = Shape::kReaderWarps == 1 ? queries_of_warp(g, topk, kWarps) : p.packing.queries;
-  p.queries = Shape::kReaders * p.together;
+  p.reader_queries = Shape::kReaderWarps == 1 ? queries_of_warp(g, topk, kWarps) : p.packing.queries;
+  p.queries = Shape::kReaders * p.reader_queries;
   p.tiles = static_cast<int>(ceil_div(g.q_len, p.queries));
   const int lines = g.kv_heads * p.packing.slices * g.batches;
   p.total = p.tiles * lines;
   const std::int64_t bytes = std::int64_t{g.k_len} * g.kv_heads * g.batches * (Shape::kKeyDim + Shape::kValueDim) * 2;
-  p.longest_first = !g.cu_q && bytes <= kSharedBytes;
+  p.longest_first = !g.cu_q && bytes <= kL2Bytes;
   p.inner = p.longest_first ? lines : p.tiles;
   p.entries = static_cast<int>(ceil_div(p.queries * topk, 32)) * 32;
   while ((1 << p.table_bits) < 2 * p.entries) ++p.table_bits;
-  const int fixed = Shape::kMoreBytes + SelectedControl::bytes(p);
+  const int fixed = Shape::kOwnBytes + SelectedControl::bytes(p);
   p.slots = std::min((kSharedMemory - fixed) / Shape::kSlotBytes, kMaxSlots);
   p.memory = p.slots * Shape::kSlotBytes + fixed;
   p.by_queries = FastDivmod(p.queries);
@@ -151,16 +162,16 @@ struct SelectedRow {
 
   __device__ SelectedRow(const GatherPlan& p, const Geometry& g, const SelectedTile& tile, int warp, int row) {
     warp_query = p.packing.by_heads.divide(row);
-    query = tile.first_query + warp * p.together + warp_query;
+    query = tile.first_query + warp * p.reader_queries + warp_query;
     head = tile.kv_head * g.group + tile.first_head + row - warp_query * p.packing.heads;
-    valid = warp_query < p.together && query < tile.seq.q_len;
+    valid = warp_query < p.reader_queries && query < tile.seq.q_len;
   }
 };
 
 /// The queries of a reader among the users of a block.
 __device__ __forceinline__ unsigned users_of_reader(const GatherPlan& p, uint2 users, int reader) {
   const std::uint64_t all = static_cast<std::uint64_t>(users.y) << 32 | users.x;
-  return static_cast<unsigned>(all >> (reader * p.together)) & ((1u << p.together) - 1);
+  return static_cast<unsigned>(all >> (reader * p.reader_queries)) & ((1u << p.reader_queries) - 1);
 }
 
 /// The number of issued fills, from the copier to the consumers. A store and loads would do, but racecheck takes them

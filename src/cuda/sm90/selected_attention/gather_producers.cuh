@@ -35,7 +35,7 @@ __device__ inline int slot_of(SelectedControl& c, const GatherPlan& p, unsigned 
 /// their users in `table`.
 template <class Shape>
 __device__ inline void pair_blocks(SelectedControl& c, const GatherPlan& p, int buffer) {
-  static_assert(Shape::kReaders == kUnionGroups);
+  static_assert(Shape::kReaders == kUnionWarpgroups);
   const int lane = threadIdx.x % 32, size = c.size[buffer];
   const unsigned below = (1u << lane) - 1;
   const auto put = [&](int to, int from) {
@@ -89,7 +89,7 @@ __device__ inline void build_union(SelectedControl& c, const GatherPlan& p, cons
   const auto sync = [] { named_barrier_sync(GatherBarrier::kUnion, kBuilders); };
   // Warpgroups take turns within a rank, so that each stretch of the ring has blocks of all of them.
   const auto query_of = [&](int number) {
-    return Shape::kReaderWarps == 1 ? number : number % Shape::kReaders * p.together + number / Shape::kReaders;
+    return Shape::kReaderWarps == 1 ? number : number % Shape::kReaders * p.reader_queries + number / Shape::kReaders;
   };
   int* wanted = c.wanted(p);
   unsigned* table = c.table(p);
@@ -145,7 +145,7 @@ __device__ inline void build_union(SelectedControl& c, const GatherPlan& p, cons
     if (thread < 32) pair_blocks<Shape>(c, p, buffer);
     sync();
   }
-  // What a fill's readers are, and for warpgroups which one each of them reads next.
+  // For each fill the number of warps that skip it, and for warpgroups the next fill that each of them reads.
   constexpr int kBlocks = Shape::kTileBlocks;
   const auto used = [&](int fill, int reader) {
     const uint2* all = c.users(p, buffer) + fill * kBlocks;
@@ -190,14 +190,14 @@ __device__ inline void prefetch_rows(const GatherPlan& p, const Geometry& g, con
 
 // The copier.
 
-/// True in one thread of the warp, which ptxas then knows to be alone: it need not ask who else has a copy to issue.
+/// True in one thread of the warp. With elect.sync ptxas emits a copy without a loop over the active lanes.
 __device__ __forceinline__ bool elect_one() {
   std::uint32_t mine;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n" : "=r"(mine));
   return mine != 0;
 }
 
-/// Fills slots in turn. One thread.
+/// Fills slots in turn by TMA. One thread.
 template <class Shape>
 struct SelectedCopier {
   SelectedControl& control;
@@ -207,8 +207,8 @@ struct SelectedCopier {
   std::uint32_t phase = 1;  // of the slot's `empty` phase before this fill: a fresh barrier lets it pass
   unsigned position = 0;
 
-  /// The keys of a tile into the next slot: of a head, for each block of the tile the rows from rows[i] on; `idle`
-  /// warps do not want them.
+  /// Loads a key tile (its keys, or its values) of a head into the next slot: block i from row rows[i] on. `idle` warps
+  /// do not use this fill; the copier arrives on `empty` in their place.
   template <int D>
   __device__ __forceinline__ void fill(const CUtensorMap& map, int head, const int (&rows)[Shape::kTileBlocks],
                                        int batch, int idle) {
@@ -282,7 +282,7 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
           copier.template fill<Shape::kValueDim>(v_map, tile.kv_head, rows, tile.seq.batch, idle);
         }
       }
-      // Now and then: it takes as long as a fill. What is not yet published must stay far below kFullBarriers.
+      // Rarely, as it takes as long as a fill. The unpublished fills must stay far below kFullBarriers.
       if (i % 32 >= 32 - Shape::kTileBlocks || i + Shape::kTileBlocks >= size) publish(&c.issued, copier.position);
     }
     mbarrier_arrive(shared_address(&c.union_empty[buffer]));

@@ -18,7 +18,7 @@ struct UnionCost {
 constexpr UnionCost kUnionCosts[] = {{10, 8, 39, 40, 0}, {18, 25, 48, 52, 0}, {23, 24, 42, 45, 41}};
 
 constexpr int kWarps = 12;     // of a tile, as in selected_forward for head dims of 128
-constexpr int kTiles = 32;     // tiles of a sequence that are looked at
+constexpr int kTiles = 32;     // tiles of a sequence that are sampled
 constexpr int kBlocks = 2048;  // blocks this far apart are taken for one
 
 /// Marks a block in a set of blocks. Returns 1 if it was not in it.
@@ -28,11 +28,11 @@ __device__ inline int mark(unsigned (&set)[kBlocks / 32], int block) {
 }
 
 /// What both orders take for a tile of queries, `together` for each warp. cost.step 0: the alternative is block-major.
-/// Grid: tiles that are looked at, KV heads, sequences. Sums of integers: the order does not matter.
+/// Grid: sampled tiles, KV heads, sequences. Sums of integers: the order does not matter.
 __global__ void __launch_bounds__(256)
     sample_loop_order(const __grid_constant__ SelectedArgs args, const LoopOrder loop_order, int together,
                       const UnionCost cost) {
-  __shared__ unsigned by_warp[kWarps][kBlocks / 32], by_group[kUnionGroups][kBlocks / 32], by_any[kBlocks / 32];
+  __shared__ unsigned by_warp[kWarps][kBlocks / 32], by_warpgroup[kUnionWarpgroups][kBlocks / 32], by_any[kBlocks / 32];
   __shared__ int visits, steps, fills, entries;
   const Geometry& g = args.geometry;
   const int kv_head = blockIdx.y, sample = blockIdx.x;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(256)
   for (int i = threadIdx.x; i < kBlocks / 32; i += blockDim.x) {
     by_any[i] = 0;
     for (auto& set : by_warp) set[i] = 0;
-    for (auto& set : by_group) set[i] = 0;
+    for (auto& set : by_warpgroup) set[i] = 0;
   }
   if (threadIdx.x == 0) visits = steps = fills = entries = 0;
   __syncthreads();
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(256)
     const int block = args.indices.at<int>(seq.batch, seq.q_begin + query, kv_head)[e - number * args.topk];
     if (block < 0 || std::int64_t{block} * args.block_size > seq.position(query)) continue;
     own_visits += mark(by_warp[number / together], block);
-    own_steps += mark(by_group[number / (kWarps / kUnionGroups * together)], block);
+    own_steps += mark(by_warpgroup[number / (kWarps / kUnionWarpgroups * together)], block);
     own_fills += mark(by_any, block);
     ++own_entries;
   }
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(256)
 
 bool has_union(int group, int topk) {
   if (group != 8 && group % 16 != 0) return false;
-  return kUnionGroups * HeadPacking(group).queries * topk <= kMaxEntries;
+  return kUnionWarpgroups * HeadPacking(group).queries * topk <= kMaxEntries;
 }
 
 cudaError_t estimate_loop_order(const SelectedArgs& args, const LoopOrder& loop_order, int union_key_dim,

@@ -1,8 +1,8 @@
-// Selected attention goes query by query (forward_query_major.cu), or in an alternative order, where the choice of
-// kernels leaves both open: then the indices decide, on the device, for each sequence and KV head.
+// Chooses between two loop orders of selected attention where heuristics.cu allows both. A kernel decides from the
+// indices, for each sequence and KV head: query-major (forward_query_major.cu), or the alternative, which is one of
 //
-//   over unions of neighbours' blocks (forward_union.cu)   faster where neighbouring queries choose alike
-//   block by block (forward_block_major.cu)                for small groups: takes as long however queries choose
+//   over unions (forward_union.cu)         faster where neighbouring queries select alike
+//   block-major (forward_block_major.cu)   for small groups; its time does not depend on the selection
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +17,7 @@ namespace nsa::cuda::sm90::selected_attention {
 bool has_union(int group, int topk);
 
 /// Writes loop_order.times, from some tiles of neighbouring queries of each sequence. union_key_dim: Dk (64, 128, 192)
-/// where unions are the alternative; 0: block by block.
+/// where unions are the alternative; 0: block-major.
 cudaError_t estimate_loop_order(const SelectedArgs& args, const LoopOrder& loop_order, int union_key_dim,
                                 cudaStream_t stream);
 
