@@ -39,12 +39,21 @@ def parameter_groups(model: nn.Module, lr: float, weight_decay: float = 0.0) -> 
     are the rules of `nsa train`. Parameters without requires_grad are left out; one used twice is in one group.
 
     The first step of another optimizer than SGD warns if phi learns faster than by these rules, or decays.
+
+    Raises:
+        ValueError: FullyShardedDataParallel has flattened the parameters, without use_orig_params.
+        TypeError: an argument of another type.
     """
     scales = learning_rate_scales(model.modules())
+    dense = (module for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding)))
+    matrices = {id(module._parameters.get("weight")) for module in dense}  # also where sharding flattens them
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
+        kind = name.split(".")[-1]
+        if kind == "_flat_param":
+            raise ValueError("model: parameters flattened by FSDP: must have use_orig_params=True")
         if parameter.requires_grad:
-            decays = parameter.dim() == 2 and name.split(".")[-1] == "weight"
+            decays = id(parameter) in matrices or (parameter.dim() == 2 and kind == "weight")
             key = scales.get(id(parameter), 1.0), weight_decay if decays else 0.0
             groups.setdefault(key, []).append(parameter)
     return [{"params": group, "lr": lr * scale, "weight_decay": decay} for (scale, decay), group in groups.items()]

@@ -348,13 +348,18 @@ def test_parameter_groups_of_changed_weights():
     layer = layer_of(cfg=nsa.NSAConfig(topk=4))
     prune.l1_unstructured(layer.phi_k, "w1", amount=0.5)
     parametrize.register_parametrization(layer.phi_v, "w2", torch.nn.Identity())
-    groups = nsa.parameter_groups(layer, 0.1)
-    of = {id(p): g["lr"] for g in groups for p in g["params"]}
-    assert of[id(layer.phi_k.w1_orig)] == of[id(layer.phi_v.w1)] == 0.1 * 128 / (32 * 16)
-    assert of[id(layer.phi_v.parametrizations.w2.original)] == 0.1
-    for parameter in layer.parameters():  # as ZeRO leaves them between steps
+    groups = nsa.parameter_groups(layer, 0.1, 0.01)
+    of = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+    assert of[id(layer.phi_k.w1_orig)] == of[id(layer.phi_v.w1)] == (0.1 * 128 / (32 * 16), 0.0)
+    assert of[id(layer.phi_v.parametrizations.w2.original)] == (0.1, 0.0)
+    for parameter in layer.parameters():  # as ZeRO and FSDP with use_orig_params leave them between steps
         parameter.data = parameter.data.new_empty(0)
-    assert {id(p): g["lr"] for g in nsa.parameter_groups(layer, 0.1) for p in g["params"]} == of
+    groups = nsa.parameter_groups(layer, 0.1, 0.01)
+    assert {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]} == of
+    flat = torch.nn.Module()
+    flat.register_parameter("_flat_param", torch.nn.Parameter(torch.zeros(9)))
+    with pytest.raises(ValueError, match=r"^model: parameters flattened by FSDP: must have use_orig_params=True$"):
+        nsa.parameter_groups(torch.nn.ModuleList([layer, flat]), 0.1)
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).step()  # no optimizer fails on another's model
 
 
