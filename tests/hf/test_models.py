@@ -576,6 +576,8 @@ def test_calls_that_cannot_be_are_refused():
             model(ids, attention_mask=torch.ones(1, 64), cache=static)
     with pytest.raises(ValueError, match=r"^output_attentions = True: must be False in a sparse model"):
         model(ids, output_attentions=True)
+    with pytest.raises(ValueError, match=r"^output_attentions = True: must be False in a sparse model"):
+        sparse("llama", output_attentions=True)(ids)
     with pytest.raises(ValueError, match=r"^is_causal = False: must be True in a sparse model"):
         model(ids, is_causal=False)
     with pytest.raises(ValueError, match=r"^cache: must be made for the model"):

@@ -378,7 +378,7 @@ class _SparseModel(_Sparse):
             raise ValueError(f"attention_mask: {tuple(attention_mask.shape)}: must be (B, S) or None")
         if kwargs.get("is_causal") is False:
             raise ValueError("is_causal = False: must be True in a sparse model")
-        if kwargs.get("output_attentions"):
+        if kwargs.get("output_attentions", self.config.output_attentions):
             raise ValueError("output_attentions = True: must be False in a sparse model, which has output_nsa = True")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
