@@ -33,6 +33,7 @@ from .hf.conversion import (
     added_tensors,
     compare_logits,
     layers_prefix,
+    on_a_cpu,
     preset_options,
     sparse_config,
     targets,
@@ -332,7 +333,7 @@ def compare(src: Path, out: Path, lengths: list[int], seed: int) -> Iterator[dic
     kind: Any = AutoModelForCausalLM if language else AutoModelForImageTextToText
     attention = "nsa" if language else {"text_config": "nsa"}
     dense = kind.from_pretrained(src, attn_implementation=attention, trust_remote_code=False)
-    sparse = kind.from_pretrained(out)
+    dense, sparse = on_a_cpu(dense), on_a_cpu(kind.from_pretrained(out))
     generator = torch.Generator().manual_seed(seed)
     for length in lengths:
         ids = torch.randint(config.get_text_config().vocab_size, (1, length), generator=generator)

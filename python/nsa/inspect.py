@@ -18,6 +18,7 @@ from torch import Tensor
 from ._files import check_model, named_path, read_regular
 from .config import NSAConfig
 from .hf import NsaLayerOutput  # first: it says what to install
+from .hf.conversion import on_a_cpu
 from .layer import BRANCHES
 from .selector import block_mask
 
@@ -113,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"{given.ids or '--prompt'}: must be {allowed}")
         kind: Any = AutoModelForCausalLM if decoder is config else AutoModelForImageTextToText
         try:
-            model = kind.from_pretrained(given.folder, trust_remote_code=False).eval()
+            model = on_a_cpu(kind.from_pretrained(given.folder, trust_remote_code=False)).eval()
         except (RuntimeError, SafetensorError) as error:
             raise ValueError(f"{given.folder}: its weights cannot be loaded: {error}") from None
         with torch.no_grad():

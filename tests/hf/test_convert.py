@@ -29,6 +29,7 @@ from models import (
 from nsa.convert import main
 from nsa.hf import convert
 from nsa.hf.conversion import compare_logits
+from nsa.inspect import main as inspect
 
 BOTH = pytest.mark.parametrize("name", ["llama", "qwen3"])
 SIZES = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
@@ -176,6 +177,16 @@ def test_a_folder_becomes_what_convert_makes(name, tmp_path, capsys):
     ids = tokens(1, 150)
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, expected(ids).logits)
+
+
+def test_half_precision_is_compared_and_drawn_on_a_cpu(tmp_path, capsys):
+    convertible("llama").half().save_pretrained(tmp_path / "src")
+    assert main([str(tmp_path / "src"), str(tmp_path / "out"), *SIZES, "--lengths", "50"]) == 0
+    assert "     50 random tokens: " in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float16
+    (tmp_path / "ids").write_text("1 2 3")
+    pytest.importorskip("matplotlib")
+    assert inspect([str(tmp_path / "out"), "--ids", str(tmp_path / "ids"), "--out", str(tmp_path / "a.png")]) == 0
 
 
 def test_a_tied_head_that_the_index_names(tmp_path, capsys):

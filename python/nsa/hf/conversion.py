@@ -167,6 +167,11 @@ def added_tensors(
                     yield f"{prefix}{which}.{part}", value
 
 
+def on_a_cpu(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, cast to float32 if it is float16, which the operators on a CPU do not take."""
+    return model.float() if model.dtype == torch.float16 else model
+
+
 def compare_logits(expected: Tensor, given: Tensor) -> dict[str, float]:
     """Largest difference, mean KL divergence and share of equal best tokens of logits (..., vocabulary)."""
     p, q = expected.log_softmax(-1), given.log_softmax(-1)
