@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 PROGRAM = """
 import os, nsa, torch
@@ -73,3 +74,36 @@ def test_a_child_that_fork_made_computes_the_same_bits():
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "True"]
+
+
+FLUSHED = """
+import torch, nsa
+
+q, k = torch.randn(1, 512, 4, 16), torch.randn(1, 512, 1, 16)
+v = 1e-20 * torch.randn(1, 512, 1, 16)
+gates = torch.rand(1, 512, 4, 3)
+cfg = nsa.NSAConfig(kernel_size=8, kernel_stride=4, block_size=16, topk=4, window_size=20)
+
+def call(threads):
+    torch.set_num_threads(threads)
+    inputs = [t.clone().requires_grad_() for t in (q, k, v, gates)]
+    o = nsa.native_sparse_attention(*inputs, cfg=cfg)
+    results = [o, *torch.autograd.grad(o, inputs, torch.full_like(o, 1e-20))]
+    return torch.cat([t.detach().flatten() for t in results]).view(torch.int32)  # in that mode 1e-40 equals 0
+
+kept = call(3)  # starts the threads
+assert torch.set_flush_denormal(True)
+flushed = call(1)
+assert not torch.equal(kept, flushed), "no subnormal number on the way"
+for threads in (2, 3):
+    assert torch.equal(call(threads), flushed), threads
+torch.set_flush_denormal(False)
+assert torch.equal(call(3), kept), "threads keep the mode"
+"""
+
+
+@pytest.mark.bits
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="no such mode")
+def test_threads_round_and_flush_as_their_caller():
+    done = subprocess.run([sys.executable, "-c", FLUSHED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

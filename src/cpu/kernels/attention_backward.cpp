@@ -68,14 +68,23 @@ class Backward {
   void finish(Chunk& chunk) {
     const auto items = static_cast<std::int64_t>(chunk.items().size());
     out_.reserve(chunk);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads_)
-    for (std::int64_t i = 0; i < items; ++i)
-      workers_[static_cast<std::size_t>(omp_get_thread_num())].run(call_, branches_, chunk, i, out_);
+    const FloatMode mode;
+#pragma omp parallel num_threads(threads_)
+    {
+      const FloatMode::Scope scope(mode);
+#pragma omp for schedule(dynamic, 1)
+      for (std::int64_t i = 0; i < items; ++i)
+        workers_[static_cast<std::size_t>(omp_get_thread_num())].run(call_, branches_, chunk, i, out_);
+    }
 
     const std::vector<Chunk::KeyList> lists = chunk.by_key();
     const auto tasks = static_cast<std::int64_t>(lists.size()) * 2;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads_)
-    for (std::int64_t i = 0; i < tasks; ++i) add_to_keys(chunk, lists[static_cast<std::size_t>(i / 2)], i % 2 == 0);
+#pragma omp parallel num_threads(threads_)
+    {
+      const FloatMode::Scope scope(mode);
+#pragma omp for schedule(dynamic, 1)
+      for (std::int64_t i = 0; i < tasks; ++i) add_to_keys(chunk, lists[static_cast<std::size_t>(i / 2)], i % 2 == 0);
+    }
     chunk.clear();
   }
 
@@ -104,12 +113,17 @@ class Backward {
       const TokenSpan& span = branch.spans[s];
       used = span.begin + span.length;
       const RowView<In> rows = rows_of<In>(gradient, span.batch, span.begin);
-#pragma omp parallel for schedule(static) collapse(2) num_threads(threads_)
-      for (std::int64_t head = 0; head < call_.kv_heads; ++head)
-        for (std::int64_t t = 0; t < span.length; ++t) {
-          const float* x = sums.data() + ((branch.key_of(s, head) - branch.first_key) * kBlockTokens + t) * columns;
-          store_row(x, static_cast<int>(dim), rows.at(t, head));
-        }
+      const FloatMode mode;
+#pragma omp parallel num_threads(threads_)
+      {
+        const FloatMode::Scope scope(mode);
+#pragma omp for schedule(static) collapse(2)
+        for (std::int64_t head = 0; head < call_.kv_heads; ++head)
+          for (std::int64_t t = 0; t < span.length; ++t) {
+            const float* x = sums.data() + ((branch.key_of(s, head) - branch.first_key) * kBlockTokens + t) * columns;
+            store_row(x, static_cast<int>(dim), rows.at(t, head));
+          }
+      }
     }
     fill_unused_rows<In>(gradient, used);
   }

@@ -12,9 +12,14 @@ namespace {
 template <class F>
 void for_rows(const TensorView& o, const Context& context, const F& f) {
   const std::int64_t batches = o.rank == 4 ? o.size(0) : 1, rows = o.size(o.rank - 3), heads = o.size(o.rank - 2);
-#pragma omp parallel for schedule(static) num_threads(threads_of(context))
-  for (std::int64_t i = 0; i < batches * rows; ++i)
-    for (std::int64_t h = 0; h < heads; ++h) f(i / rows, i % rows, h);
+  const FloatMode mode;
+#pragma omp parallel num_threads(threads_of(context))
+  {
+    const FloatMode::Scope scope(mode);
+#pragma omp for schedule(static)
+    for (std::int64_t i = 0; i < batches * rows; ++i)
+      for (std::int64_t h = 0; h < heads; ++h) f(i / rows, i % rows, h);
+  }
 }
 
 template <class In>

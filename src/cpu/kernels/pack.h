@@ -173,20 +173,25 @@ class PackedTokens {
     // Waking a thread takes about as long as packing a few blocks: a step of decoding packs no more than that.
     const int threads = static_cast<int>(std::clamp<std::int64_t>(blocks / 16, 1, threads_of(context)));
     Buffer<In> scratch(static_cast<std::size_t>(threads) * kBlockTokens * static_cast<std::size_t>(dim_));
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (std::int64_t i = 0; i < blocks; ++i) {
-      const std::size_t s = span_of[static_cast<std::size_t>(i)];
-      const Place& place = places_[s];
-      const std::int64_t head = (i - place.begin) / place.blocks;
-      const std::int64_t token = ((i - place.begin) % place.blocks + place.skip) * kBlockTokens;
-      const int count = static_cast<int>(std::min<std::int64_t>(spans[s].length - token, kBlockTokens));
-      const TokenRun<In> run =
-          run_of<In>(tokens, spans, s, head, token, count, scratch.data() + omp_get_thread_num() * kBlockTokens * dim_);
-      Slot* out = slots_.data() + i * block_stride_;
-      prefetch_run(tokens, spans, s, head, token + count,
-                   std::min<std::int64_t>(spans[s].length - token - count, kBlockTokens));
-      (columns_ ? pack_columns<Slots, In> : pack_rows<Slots, In>)(run.data, run.stride, count, dim_, out);
-      nonfinite_[static_cast<std::size_t>(i)] = any_nonfinite<Slots>(out, block_stride_);
+    const FloatMode mode;
+#pragma omp parallel num_threads(threads)
+    {
+      const FloatMode::Scope scope(mode);
+#pragma omp for schedule(static)
+      for (std::int64_t i = 0; i < blocks; ++i) {
+        const std::size_t s = span_of[static_cast<std::size_t>(i)];
+        const Place& place = places_[s];
+        const std::int64_t head = (i - place.begin) / place.blocks;
+        const std::int64_t token = ((i - place.begin) % place.blocks + place.skip) * kBlockTokens;
+        const int count = static_cast<int>(std::min<std::int64_t>(spans[s].length - token, kBlockTokens));
+        const TokenRun<In> run = run_of<In>(tokens, spans, s, head, token, count,
+                                            scratch.data() + omp_get_thread_num() * kBlockTokens * dim_);
+        Slot* out = slots_.data() + i * block_stride_;
+        prefetch_run(tokens, spans, s, head, token + count,
+                     std::min<std::int64_t>(spans[s].length - token - count, kBlockTokens));
+        (columns_ ? pack_columns<Slots, In> : pack_rows<Slots, In>)(run.data, run.stride, count, dim_, out);
+        nonfinite_[static_cast<std::size_t>(i)] = any_nonfinite<Slots>(out, block_stride_);
+      }
     }
   }
 

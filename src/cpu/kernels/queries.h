@@ -96,15 +96,20 @@ class Queries {
     workers.reserve(threads);
     for (std::size_t i = 0; i < threads; ++i) workers.push_back(make_worker());
     if (runs.empty()) return;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast <int>(threads))
-    for (std::size_t i = 0; i < runs.size(); ++i) {
-      const QueryRun& run = runs[i];
-      for (std::int64_t q = run.begin; q < run.end; q += count)
-        f(workers[static_cast<std::size_t>(omp_get_thread_num())],
-          QueryGroup{.sequence = run.sequence,
-                     .kv_head = run.kv_head,
-                     .first = q,
-                     .count = static_cast<int>(std::min<std::int64_t>(count, run.end - q))});
+    const FloatMode mode;
+#pragma omp parallel num_threads(static_cast <int>(threads))
+    {
+      const FloatMode::Scope scope(mode);
+#pragma omp for schedule(dynamic, 1)
+      for (std::size_t i = 0; i < runs.size(); ++i) {
+        const QueryRun& run = runs[i];
+        for (std::int64_t q = run.begin; q < run.end; q += count)
+          f(workers[static_cast<std::size_t>(omp_get_thread_num())],
+            QueryGroup{.sequence = run.sequence,
+                       .kv_head = run.kv_head,
+                       .first = q,
+                       .count = static_cast<int>(std::min<std::int64_t>(count, run.end - q))});
+      }
     }
   }
 
