@@ -161,6 +161,22 @@ def test_key_value_lines_in_training_data(corpus, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "templates, expected",
+    [
+        (["--needle", "{key} is a number"], "needle '{key} is a number': must have {value}, the answer"),
+        (["--question", "{key} = {value}"], "question '{key} = {value}': must not have {value}, the answer"),
+        (["--question", "is "], "question 'is ': must have {key}"),
+        (["--needle", "it is {value}"], "needle 'it is {value}': must have {key}"),
+        (["--task", "multikey", "--needle", "it is {value}", "--question", "is "], "must have {key}"),
+    ],
+)
+def test_needle_refuses_templates_that_measure_nothing(trained, templates, expected):
+    assert expected in nsa("needle", trained["nsa"], "--lengths", 128, *templates, code=2).text
+    passkey = ["--needle", "The pass key is {value}.", "--question", "What is the pass key? "]
+    nsa("needle", trained["nsa"], *"--lengths 128 --depths 0 --samples 1".split(), *passkey)
+
+
 def test_needle_refuses_a_context_longer_than_the_texts(trained):
     out = nsa("needle", trained["nsa"], "--lengths", "64,10000000", "--samples", 1, code=2)
     assert b"length 10000000: the texts have" in out.stderr and b"too few" in out.stderr

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <tuple>
 
 #include "base/error.h"
 #include "lm/train/evaluate.h"
@@ -173,6 +174,19 @@ std::vector<BlockRead> read_source(const Model& model, const Probe& probe, const
   return read_block(model, {probe.context.begin(), probe.context.begin() + answer.place + token}, source);
 }
 
+/// Throws where the needle does not tell the answer, the question does, or a key is missing in one of them.
+void check_templates(const NeedleOptions& options) {
+  const auto has = [](const std::string& text, const char* name) { return text.find(name) != std::string::npos; };
+  const bool keys = options.task != "single" || has(options.needle, "{key}") || has(options.question, "{key}");
+  for (const auto& [name, text, wanted] :
+       {std::tuple{"needle", &options.needle, true}, {"question", &options.question, false}}) {
+    if (has(*text, "{value}") != wanted) {
+      throw base::Error(fmt::format("{} '{}': must {}have {{value}}, the answer", name, *text, wanted ? "" : "not "));
+    }
+    if (keys && !has(*text, "{key}")) throw base::Error(fmt::format("{} '{}': must have {{key}}", name, *text));
+  }
+}
+
 Sample draw_sample(const NeedleOptions& options, std::int64_t length, int number, const Tokenizer& tokenizer,
                    const Haystack& haystack) {
   base::Random random(
@@ -237,6 +251,7 @@ NeedleReport run_needle(const OpenedCheckpoint& opened, const std::vector<Docume
   // Tokens of a forward: fewer leave a GPU idle, more take memory alone on a CPU.
   const std::size_t together = opened.model().device().is_cuda() ? 1 << 16 : 1 << 12;
   const at::NoGradGuard no_grad;
+  check_templates(options);
   const Haystack haystack(texts);
   NeedleReport report;
   for (const auto length : options.lengths) haystack.require(length);  // before the work begins
