@@ -354,8 +354,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--preset", choices=list(PRESETS), default="paper", help="recipe: smaller blocks and phi = mlp, to train OUT"
     )
     option("--phi", choices=["mean", "linear", "mlp"], help="linear and mlp start as the mean; default: the preset's")
-    option("--lengths", type=_numbers, default=[256, 1024], metavar="N,N", help="to compare over; 0: do not compare")
-    option("--seed", type=int, default=0, help="of the gates' first layer and the tokens to compare with")
+    option(
+        "--lengths", type=_numbers, default=[256, 1024], metavar="N,N", help="lengths to compare at, tokens; 0: none"
+    )
+    option("--seed", type=int, default=0, help="seed of the gates' first layer and the tokens to compare with")
     recipe = vars(NSAConfig.recipe())
     for name, field in NSAConfig.__dataclass_fields__.items():
         option(
