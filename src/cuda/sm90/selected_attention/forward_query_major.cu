@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
       key_sums<T, Dv, kKeys>(state.acc, p, values.tile, 0, lane);
       consumer_release(lane, values);
     });
-    const SelectedTile same(plan, g, again(index));  // computed twice: kept over the loop it costs registers
+    const SelectedTile same(plan, g, again(index));  // computed again: kept over the loop, it would spill
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       store_row<T>(args, same, SelectedRow(plan, g, same, warp, lane / 4 + 8 * i), state, i, lane);

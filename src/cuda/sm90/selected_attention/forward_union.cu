@@ -230,7 +230,7 @@ __device__ __forceinline__ void attend(const SelectedArgs& args, const GatherPla
     }
     reader.leave(buffer, control.size[buffer]);
 
-    const SelectedTile same(plan, g, again(index));  // computed twice: kept over the loop it costs registers
+    const SelectedTile same(plan, g, again(index));  // computed again, as in forward_query_major.cu
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int number = query_of(i), query = same.first_query + warpgroup * plan.reader_queries + number;
