@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
-from models import error, padded, sparse, tokens
+from models import dense, error, padded, sparse, tokens
 
 
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
@@ -51,6 +51,21 @@ def test_one_graph_for_all_lengths(masked):
         assert abs(found - loss) < 1e-5
         parameter = model.model.layers[0].self_attn.q_proj.weight
         assert error(*(torch.autograd.grad(one, parameter)[0] for one in (found, loss))) < 1e-4
+
+
+def test_one_graph_of_dense_layers():
+    model = dense("llama")
+    model.set_attn_implementation("nsa")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    ids, offsets = tokens(1, 80), torch.tensor([0, 30, 80], dtype=torch.int32)
+    restarts = torch.cat((torch.arange(30), torch.arange(50)))[None]
+    packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 50, "max_length_k": 50}
+    expected = model(ids, position_ids=restarts, use_cache=False).logits
+    assert error(compiled(ids, position_ids=restarts, use_cache=False, **packed).logits, expected) < 1e-5
+    assert error(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits) < 1e-5
+    with pytest.raises(RuntimeError, match="position_ids restart: give cu_seq_lens_q"):
+        compiled(ids, position_ids=restarts, use_cache=False)
 
 
 def test_an_exported_model_takes_other_lengths_and_padding():

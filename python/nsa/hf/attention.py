@@ -54,11 +54,15 @@ def nsa_attention_mask(
     if mask_function is not causal_mask_function and not isinstance(q_offset, Tensor) and q_length > 1:
         rows = torch.arange(q_offset, q_offset + q_length - 1, device=device)
         batch = torch.arange(batch_size, device=device)[:, None]
-        if bool(torch.as_tensor(mask_function(batch, 0, rows, rows + 1)).any()):
-            raise ValueError("is_causal = False: attn_implementation='nsa' has causal attention only")
+        later = torch.as_tensor(mask_function(batch, 0, rows, rows + 1)).any()
+        refusal = "is_causal = False: attn_implementation='nsa' has causal attention only"
+        if compiling := torch.compiler.is_compiling():  # a graph cannot depend on values
+            torch._assert_async(~later, refusal)
+        elif bool(later):
+            raise ValueError(refusal)
         if attention_mask is None and kv_length == q_length and local_size != 1:
             starts = ~torch.as_tensor(mask_function(batch, 0, rows + 1, rows)).expand(batch_size, -1)
-            if bool(starts.any()):
+            if compiling or bool(starts.any()):
                 return torch.nn.functional.pad(starts.cumsum(1, dtype=torch.int32), (1, 0))
     full = not isinstance(q_offset, Tensor) and kv_length + kv_offset == q_offset + q_length
     if full and attention_mask is None:
