@@ -53,7 +53,8 @@ class NativeSparseAttention(nn.Module):
             the mean over `selector_queries` queries of one sequence and over KV heads of KL(attention || importances)
             over the blocks that are not forced, both normalised. The attention is the mass that the selected branch
             would give each block if it attended to all past tokens. 0 if all sequences are too short to select.
-            None after a forward with selector_queries = 0, in evaluation, without gradients or with a cache.
+            None after a forward with selector_queries = 0, in evaluation, with a cache or, unless `keep_selector_loss`,
+            without gradients.
 
     Args:
         hidden_size: width of x.
@@ -86,6 +87,9 @@ class NativeSparseAttention(nn.Module):
             the selector has no weights to train: phi = "mean" with share_kv.
         TypeError: an argument is of another type.
     """
+
+    keep_selector_loss = False
+    """Whether forwards without gradients leave `selector_loss`. A Trainer's may follow the one that is trained."""
 
     @checked
     def __init__(
@@ -273,7 +277,7 @@ class NativeSparseAttention(nn.Module):
             if tensor is not None and tensor.device != x.device:
                 raise ValueError(f"{name}: on {tensor.device}: expected {x.device} as x")
         self._check_dtype(x, weight)
-        self.selector_loss = None
+        self._drop_selector_loss()
         replay = self.replayed if cache is None else None
         if replay is not None:
             if indices is not None:
@@ -336,6 +340,11 @@ class NativeSparseAttention(nn.Module):
             return replay.given(None, shape, x.device, cu_seqlens)
         shape[-1] *= cp.size
         return cp.shard(replay.given(None, shape, x.device, cu_seqlens), dim=len(shape) - 1)
+
+    def _drop_selector_loss(self) -> None:
+        """At the start of a forward."""
+        if torch.is_grad_enabled() or not self.keep_selector_loss:
+            self.selector_loss = None
 
     def _ask_selector(
         self,

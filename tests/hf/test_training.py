@@ -165,6 +165,32 @@ def test_outputs_that_cost_another_forward_are_not_requested(tmp_path):
     assert nsa.selector_loss(run.model) > 0 and torch.isfinite(torch.tensor(losses(run))).all()
 
 
+def test_a_reference_forward_follows_the_one_that_is_trained(tmp_path):
+    class WithReference(Trainer):
+        """As TRL's DPOTrainer, whose reference is the model without its adapters."""
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            with torch.no_grad():
+                model(**inputs)
+            return result
+
+    class SparseWithReference(nsa.hf.NsaTrainerMixin, WithReference):
+        pass
+
+    def trained(kind):
+        torch.manual_seed(0)
+        run = trainer(sparse("llama", nsa=WIDE), tmp_path, 2, kind, save_strategy="no")
+        run.train()
+        return run
+
+    plain, referring = trained(SparseTrainer), trained(SparseWithReference)
+    assert losses(referring) == losses(plain) and losses(plain)[1] != losses(plain)[0]
+    with torch.no_grad(), pytest.raises(ValueError, match="has no selector loss"):
+        referring.selector_loss_weight, inputs = 0.1, {"input_ids": tokens(1, 100)}
+        referring.compute_loss(referring.model, {**inputs, "labels": inputs["input_ids"]})
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("accepts", [True, False])
 def test_the_selector_loss_does_not_grow_with_accumulation(accepts, accumulate, tmp_path):

@@ -158,7 +158,7 @@ class NsaAttention(NativeSparseAttention):
         rows, cu_seqlens = layout.rows, layout.cu_seqlens
         if self.context_parallel is not None:
             raise ValueError("context_parallel: must be None in a model of nsa.hf")
-        self.selector_loss = None
+        self._drop_selector_loss()
         x = hidden_states if rows is None else rows.front(hidden_states)
         v = self._branches(self.v_proj, None, x)
         dtype = v["cmp"].dtype  # under autocast, norms leave queries and keys in another

@@ -72,7 +72,8 @@ class NsaTrainerMixin(Mixin):
         layers = self._selectors(model) if model.training and self.selector_loss_weight else []
         for layer in layers:
             layer.selector_queries = layer.selector_queries or self.selector_queries
-        # Outputs may cost another forward, without gradients, after which there is no selector loss.
+            layer.keep_selector_loss, layer.selector_loss = True, None
+        # Outputs may cost another forward.
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
