@@ -24,6 +24,8 @@ def learning_rate_scales(modules: Iterable[nn.Module]) -> dict[int, float]:
     """Learning rate of each parameter of phi over the common one, by the id of the parameter."""
     scales: dict[int, float] = {}
     for module in modules:
+        if "_flat_param" in module._parameters:
+            raise ValueError("model: parameters flattened by FSDP: must have use_orig_params=True")
         if isinstance(module, CompressionFunction):
             for name, parameter in module.named_parameters():
                 scales[id(parameter)] = min(1.0, _FAN_IN / module.inputs_of(name))
@@ -50,8 +52,6 @@ def parameter_groups(model: nn.Module, lr: float, weight_decay: float = 0.0) -> 
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         kind = name.split(".")[-1]
-        if kind == "_flat_param":
-            raise ValueError("model: parameters flattened by FSDP: must have use_orig_params=True")
         if parameter.requires_grad:
             decays = id(parameter) in matrices or (parameter.dim() == 2 and kind == "weight")
             key = scales.get(id(parameter), 1.0), weight_decay if decays else 0.0
