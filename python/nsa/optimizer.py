@@ -66,7 +66,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, *_: object) -> None:
     _checked.add(optimizer)
     if isinstance(optimizer, torch.optim.SGD):  # the rules are for steps that do not grow with the gradient
         return
-    scales = learning_rate_scales(CompressionFunction._instances)
+    scales = learning_rate_scales(m for m in CompressionFunction._instances if "_flat_param" not in m._parameters)
     common, of_phi = 0.0, []
     for group in optimizer.param_groups:
         rate = float(group.get("initial_lr", group.get("lr")) or 0.0)  # a warm-up starts at lr = 0

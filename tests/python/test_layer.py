@@ -356,7 +356,7 @@ def test_parameter_groups_of_changed_weights():
         parameter.data = parameter.data.new_empty(0)
     groups = nsa.parameter_groups(layer, 0.1, 0.01)
     assert {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]} == of
-    flat = torch.nn.Module()
+    flat = nsa.CompressionFunction("linear", 8, 16)
     flat.register_parameter("_flat_param", torch.nn.Parameter(torch.zeros(9)))
     with pytest.raises(ValueError, match=r"^model: parameters flattened by FSDP: must have use_orig_params=True$"):
         nsa.parameter_groups(torch.nn.ModuleList([layer, flat]), 0.1)
