@@ -367,6 +367,7 @@ class _SparseModel(_Sparse):
                 dense layers rotate by them. With three axes (3, B or 1, S), or one for all three, or (4, ...) behind
                 such, all layers rotate by them.
             use_cache: default the configuration's where gradients are off, else False: a step with a cache has none.
+                False, too, for packed sequences.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: exactly one must be given")
@@ -384,6 +385,8 @@ class _SparseModel(_Sparse):
         if use_cache is None:
             checkpointing = self.gradient_checkpointing and self.training
             use_cache = self.config.use_cache and not torch.is_grad_enabled() and not checkpointing
+            if use_cache and cache is None:
+                use_cache = not _is_packed(hidden_states, attention_mask, position_ids, kwargs)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         check_type("cache", cache, Cache | None)
@@ -536,6 +539,20 @@ class _SparseModel(_Sparse):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": None}  # recomputed, so not pickled
+
+
+def _is_packed(x: Tensor, mask: Tensor | None, position_ids: Tensor | None, kwargs: dict[str, Any]) -> bool:
+    batch, length = x.shape[:2]
+    if kwargs.get("cu_seq_lens_q") is not None:
+        return True
+    if (
+        torch.compiler.is_compiling()
+        or position_ids is None
+        or position_ids.shape not in ((1, length), (batch, length))
+    ):
+        return False
+    padded = mask is not None and not bool(mask.all())
+    return not padded and offsets_of_restarts(position_ids, batch, length) is not None
 
 
 def _sparse_layers(cache: Cache | None) -> list[Any]:
