@@ -157,6 +157,12 @@ std::string unpack_gzip(const std::string& packed, const std::string& path) {
   return text;
 }
 
+std::string without_byte_order_mark(std::string text) {
+  constexpr std::string_view kMark = "\xef\xbb\xbf";
+  if (text.starts_with(kMark)) text.erase(0, kMark.size());
+  return text;
+}
+
 std::string read_prefix(const std::string& path, Links links, std::size_t size) {
   return read_at_most(open_regular(path, O_RDONLY, links).get(), path, size);
 }

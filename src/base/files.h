@@ -58,6 +58,8 @@ std::string read_regular_text(const std::string& path, Links links, std::size_t 
 /// Unpacks gzip, of one member or several. `path` names it in messages. Throws Error when it is damaged or cut, or
 /// unpacks to more than 64 MiB and 200 times its size.
 std::string unpack_gzip(const std::string& packed, const std::string& path);
+/// Lines without the byte order mark that editors on Windows write before them.
+std::string without_byte_order_mark(std::string text);
 /// The first `size` bytes of such a file, or fewer where it is shorter.
 std::string read_prefix(const std::string& path, Links links, std::size_t size);
 

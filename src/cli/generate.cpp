@@ -60,7 +60,7 @@ std::vector<Prompt> prompts_of(const GenerateArguments& arguments, const lm::Tok
   }
   std::vector<std::string> texts;
   if (!arguments.prompts.empty()) {
-    std::istringstream lines(base::read_text(arguments.prompts, base::kMaxTextBytes));
+    std::istringstream lines(base::without_byte_order_mark(base::read_text(arguments.prompts, base::kMaxTextBytes)));
     for (std::string line; std::getline(lines, line);) {
       if (line.ends_with('\r')) line.pop_back();  // of a file from Windows
       texts.push_back(line);

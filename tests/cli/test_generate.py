@@ -222,15 +222,18 @@ def test_prompts_by_numbers(trained, tmp_path):
     assert done.stdout.decode() == f"256 100 101 {texts[0]} \n256 104 {texts[1]} \n"
 
 
-def test_lines_that_end_as_on_windows(trained, tmp_path):
-    """A prompt per line has no carriage return; the prompt that is a file has all of its bytes."""
+def test_lines_as_on_windows(trained, tmp_path):
+    """A prompt per line has no carriage return and no byte order mark; the prompt that is a file has all its bytes."""
     path = tmp_path / "prompts.txt"
-    path.write_bytes(b"def f\r\nclass\r\n")
+    path.write_bytes(b"\xef\xbb\xbfdef f\r\nclass\r\n")
     options = ["--temperature", 0, "--tokens", 1]
     report, _ = reported(trained["nsa"], tmp_path, "--prompts", path, *options)
     assert [sequence["prompt_tokens"] for sequence in report["sequences"]] == [6, 6]
     report, _ = reported(trained["nsa"], tmp_path, "--prompt-file", path, *options)
     assert report["sequences"][0]["prompt_tokens"] == 1 + len(path.read_bytes())
+    path.write_bytes(b"\xef\xbb\xbf256 100\r\n")
+    report, _ = reported(trained["nsa"], tmp_path, "--ids", path, *options)
+    assert report["sequences"][0]["prompt_tokens"] == 2
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ std::vector<std::int32_t> numbers_of(const FoundFile& file, const std::string& c
 
 std::vector<Document> parse_ids(const std::string& text, const std::string& path, int vocab_size) {
   std::vector<Document> documents;
-  std::istringstream lines(text);
+  std::istringstream lines(base::without_byte_order_mark(text));
   std::string line;
   for (int number = 1; std::getline(lines, line); ++number) {
     Document document{fmt::format("{}:{}", path, number), {}};
